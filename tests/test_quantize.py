@@ -288,7 +288,7 @@ def test_the_same_whatever_the_threads_slabs_and_shards(tmp_path, monkeypatch, f
     src = folder(tmp_path/'s')
     quantize(src, tmp_path/'a', format, layout)
     monkeypatch.setattr(Q, 'SLAB', 128)
-    monkeypatch.setattr(os, 'cpu_count', lambda: 1)
+    monkeypatch.setattr(Q, 'processors', lambda: 1)
     quantize(src, tmp_path/'b', format, layout, shard_size=10_000)
     assert raw(tmp_path/'a')==raw(tmp_path/'b')
 

@@ -341,8 +341,8 @@ def test_a_disk_gets_eight_of_twelve():
     assert .4<=spent[12]<.5 and spent[8]>.9*60
 
 def test_threads_by_processors(monkeypatch):
-    for processors,threads in {None: 8, 2: 8, 12: 9, 16: 12, 20: 12, 256: 12}.items():
-        monkeypatch.setattr(reading.os, 'cpu_count', lambda n=processors: n)
+    for own,threads in {1: 8, 2: 8, 12: 9, 16: 12, 20: 12, 256: 12}.items():
+        monkeypatch.setattr(reading, 'processors', lambda n=own: n)
         assert reading.num_threads()==threads
         assert reading.Ring().count==2*threads
 

@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections import deque
 import numpy as np
 from fastcore.basics import patch
-from ..ground.core import AtlasError,DeviceError,OutOfMemoryError,human
+from ..ground.core import AtlasError,DeviceError,OutOfMemoryError,human,processors
 from contextlib import contextmanager,nullcontext
-from .device import Budget,Cuda,CudaFault,Device,Host,processors,driver,quiet
+from .device import Budget,Cuda,CudaFault,Device,Host,driver,quiet
 
 # %% ../../nbs/2_card/02_arena.ipynb #df0425af
 _NORESERVE = 0x4000 if sys.platform=='linux' else 0 # MAP_NORESERVE

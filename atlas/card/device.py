@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/2_card/device.html.md"""
 
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
-           'Device', 'processors', 'processor', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet',
-           'arch_name', 'Cuda', 'get_device', 'Budget']
+           'Device', 'processor', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name', 'Cuda',
+           'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
 import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
 from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError
-from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human
+from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human,processors
 from ..ground.reading import whole_pages
 
 # %% ../../nbs/2_card/01_device.ipynb #9eb9d310
@@ -220,10 +220,6 @@ def identity(self:Device)->str:
     return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {processors()} cores'
 
 # %% ../../nbs/2_card/01_device.ipynb #48704297
-def processors()->int:
-    "Processors that this process may run on: two or more to a core, where cores have threads"
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-
 def processor()->str:
     "This machine's processor and how many there are, in a line, for reports"
     said = Path('/proc/cpuinfo')

@@ -20,9 +20,9 @@ from time import time_ns
 import numpy as np
 from fastcore.basics import ifnone,patch
 from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,OutOfMemoryError
-from ..ground.core import home,kernel_dir
+from ..ground.core import home,kernel_dir,processors
 from ..ground.core import cp
-from .device import CudaFault,processors
+from .device import CudaFault
 
 # %% ../../nbs/2_card/03_launch.ipynb #96c51cde
 def simulate(

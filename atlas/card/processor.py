@@ -10,8 +10,7 @@ __all__ = ['HOST_FLAGS', 'usable_cores', 'idle_cores', 'threads_of', 'limit_blas
 # %% ../../nbs/2_card/11_processor.ipynb #e884f2d8
 import ctypes,functools,hashlib,logging,os,platform,time
 from pathlib import Path
-from ..ground.core import home,kernel_dir
-from .device import processors
+from ..ground.core import home,kernel_dir,processors
 from .emulator import find_cxx,run_compiler,_alone,_cxx_version
 
 # %% ../../nbs/2_card/11_processor.ipynb #b1c9ce57

@@ -17,8 +17,8 @@ import numpy as np
 from fastcore.basics import patch
 from .arena import Arena
 from .card import _cuda,_emulator,_ready
-from ..ground.core import AtlasError,human
-from .device import Budget,Cuda,Device,Memory,processors
+from ..ground.core import AtlasError,human,processors
+from .device import Budget,Cuda,Device,Memory
 from .emulator import CardArray,Emulator
 from .launch import CubinStore,Source,is_compiled,options_of,recording,save_variants
 

@@ -290,12 +290,19 @@ def lines(self:StartPlan)->list[tuple[str,str]]:
         ('context', f'{context}, prompts by {self.chunk:,}'),
         ('drafter', self.drafter),
         ('prefill', self.prefill or 'as always'),
-        *(('note', n) for n in self.notes),
-        *(('refused', said) for said in (self.error,self.hint) if said)]
+        *(('note', n) for n in self.notes)]
+
+def _columns(lines): return '\n'.join(f'{k:<10}{v}' for k,v in lines)
+
+@patch
+def text(self:StartPlan)->str:
+    "What it says, a line each, but for why it would not start"
+    return _columns(self.lines())
 
 @patch
 def __str__(self:StartPlan):
-    return '\n'.join(f'{k:<10}{v}' for k,v in self.lines())
+    why = [('refused', said) for said in (self.error,self.hint) if said]
+    return _columns(self.lines()+why)
 
 # %% ../../nbs/5_engine/21_planning.ipynb #56721de9
 LEAST = 8192 # Tokens for which a model that is said to fit has room

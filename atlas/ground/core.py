@@ -8,7 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
-           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'told', 'progress']
+           'seconds_in', 'kernel_dir', 'home', 'processors', 'no_cycles', 'in_notebook', 'interactive', 'told',
+           'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,re,sys
@@ -176,6 +177,12 @@ def home()->Path:
     if d := os.environ.get('ATLAS_HOME'):
         return Path(d).expanduser()
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'atlas'
+
+# %% ../../nbs/1_ground/01_core.ipynb #c0e50002
+def processors()->int:
+    "Processors that this process may run on: two or more to a core, where cores have threads"
+    limited = hasattr(os, 'sched_getaffinity')
+    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
 
 # %% ../../nbs/1_ground/01_core.ipynb #18827ffb
 @contextmanager

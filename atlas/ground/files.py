@@ -23,7 +23,7 @@ from itertools import repeat
 from operator import eq
 from typing import NamedTuple
 from fastcore.basics import first,patch
-from .core import CheckpointError,UnsupportedError,human
+from .core import CheckpointError,UnsupportedError,human,processors
 from .config import ModelConfig,named_config
 from .formats import E8M0,FORMATS,FP8_TILE,QTensor
 
@@ -788,7 +788,7 @@ def check_scales(tensors:Iterable[TensorInfo]):
     """Read the scales of packed tensors;
     a `CheckpointError` names one that holds what cannot be a scale"""
     scales = [(t.stored, s, p) for t in tensors for s,p in _scales_of(t)]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(4, processors())) as pool:
         for _ in pool.map(_check_run, _runs(scales)):
             pass
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from fastcore.basics import first,patch
 from .. import __version__
 from .core import (AtlasError,CheckpointError,ConfigError,SourceError,
-    UnsupportedError,human,progress)
+    UnsupportedError,human,processors,progress)
 from .files import (AGAIN,INDEX,ST_SIZES,Span,TensorInfo,
     trunk_prefix,shards,st_infos,st_spans,canonical,json_file,read_tensor)
 from .formats import FORMATS,f32_to_bf16
@@ -1081,7 +1081,7 @@ def _run(p:QuantPlan, out:_Shards, show)->list:
     total = sum(t.nbytes for t in p.infos.values())
     with (
         progress(total, 'quantizing', show) as bar,
-        ThreadPoolExecutor(os.cpu_count() or 1) as pool
+        ThreadPoolExecutor(processors()) as pool
     ):
         fs = [pool.submit(*w) for w in _work(p, out.put)]
         try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass,field
 from queue import SimpleQueue
 from time import perf_counter
 from fastcore.basics import ifnone,patch
-from .core import ConfigError,human
+from .core import ConfigError,human,processors
 from .files import File
 
 # %% ../../nbs/1_ground/10_reading.ipynb #7a97686d
@@ -30,7 +30,7 @@ FAST_THREADS = 12 # Those of files in memory, where there are processors for the
 
 def num_threads()->int:
     "How many read: of four processors three, as far as there is anything for them to do"
-    return max(THREADS, min(FAST_THREADS, 3*(os.cpu_count() or 1)//4))
+    return max(THREADS, min(FAST_THREADS, 3*processors()//4))
 
 @dataclass(slots=True)
 class Extent:

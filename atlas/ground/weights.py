@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
 from .core import (CheckpointError,ConfigError,OutOfMemoryError,SourceError,
-    UnsupportedError,human,no_cycles,progress)
+    UnsupportedError,human,no_cycles,processors,progress)
 from .config import ModelConfig,family_of
 from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
     bad_scale,check_read,check_scales,read_tensor,span_bytes,st_open)
@@ -559,7 +559,7 @@ class _Arrivals:
         self.windows = windows
         self.staging = staging
         self.lock = threading.Lock()
-        self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
+        self.few = threading.BoundedSemaphore(min(4, processors())) # made at a time
         self._divide()
         self._expect()
 
@@ -645,7 +645,7 @@ def _invent(ckpt, out, incoming, make, show)->Reading:
     def one(to):
         out[to.want.name] = make(to)
         return to.nbytes
-    threads = min(4, os.cpu_count() or 1)
+    threads = min(4, processors())
     with (
         progress(sum(to.nbytes for to in incoming), 'loading', show) as bar,
         ThreadPoolExecutor(threads) as pool

@@ -8,10 +8,10 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/ops.rope.html.md"""
 __all__ = ['SCALINGS', 'base_freq', 'attention_factor', 'inv_freq', 'rope_table', 'mrope_axes', 'rope_angles', 'rope']
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #9aa70ba8
-import math,os
+import math
 import numpy as np
 from concurrent.futures import ThreadPoolExecutor
-from ..ground.core import ConfigError
+from ..ground.core import ConfigError,processors
 from ..ground.config import RopeConfig
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #9c45bba0
@@ -109,7 +109,7 @@ def rope_table(
         angle = m[:,None]*f
         cos[i:i+_ROWS] = np.cos(angle)*a
         sin[i:i+_ROWS] = np.sin(angle)*a
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(processors()) as pool:
         list(pool.map(rows, range(0, n, _ROWS)))
     return cos,sin
 

@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..card.device import get_device
 from ..engine.loading import LoadedModel
 from ..ground.config import ModelConfig,PRESETS
-from ..ground.core import ConfigError,human
+from ..ground.core import ConfigError,human,processors
 from ..ground.files import File,ST_SIZES
 from ..ground.formats import FORMATS
 from ..ground.opening import open_model
@@ -145,7 +145,7 @@ def write_checkpoint(
     shards = _shards(_made_up(meta, weights), shard)
     count = len(shards)
     names = [f'model-{i+1:05}-of-{count:05}.safetensors' for i in range(count)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(8, processors())) as pool:
         list(pool.map(_write_shard, [folder/n for n in names], shards))
     (folder/'config.json').write_text(json.dumps(meta))
     _write_index(folder, dict(zip(names, shards)))

@@ -166,7 +166,7 @@ def _plan_text(plan, parsers):
     "A plan with its parsers, for people"
     words = dict(tool_call='calls', reasoning='thoughts')
     said = ', '.join(f'{words[k]} {v}' for k,v in parsers.items() if v) or 'as its template says'
-    return f'{plan}\nparsers   {said}\n'
+    return f'{plan.text()}\nparsers   {said}\n'
 
 def _refuse(plans):
     "Exit with 1, and say why, where something does not fit"
