@@ -744,22 +744,6 @@ __device__ __forceinline__ void read_slice(
     of.values(p, w, of.lo + SPAN);
 }
 
-// All slices of a piece. With the last of them a ticket is drawn, where there are `more` pieces.
-__device__ __forceinline__ void read_piece(
-        const Params& p, const Work& w, const Room& m, Reader& of, Sums& sums,
-        bool has_fresh, int more, const Thread& me) {
-    #pragma unroll 1
-    for (; of.lo < w.hi; of.lo += SPAN) {
-        const bool asks = more && !me.id && of.lo + SPAN >= w.hi;
-        int ticket;
-        if (asks)
-            ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
-        read_slice(p, w, m, of, sums, has_fresh, me);
-        if (asks)
-            *m.ticket = ticket;
-    }
-}
-
 // What a group has found of row r is left for all: its largest scores, and sums of weights and of
 // values.
 __device__ __forceinline__ void leave(
@@ -978,13 +962,24 @@ __device__ __forceinline__ void load_rest(
     fresh.slot = fresh.any ? p.slots[fresh.row] : -1;
 }
 
-// All pieces of the block, one after the other; of each what the groups have, row after row.
+// All pieces of the block, one after the other; of each what the groups have, row after row. With a
+// piece's last slice a ticket is drawn, where there are `more` pieces.
 __device__ __forceinline__ void read_all(
         const Params& p, Work& w, const Room& m, Reader& of, bool has_fresh,
         int more, const float4 (&gate)[QUADS], const Thread& me) {
     for (;;) {
         Sums sums;
-        read_piece(p, w, m, of, sums, has_fresh, more, me);
+        // As a function of its own this loop takes registers that cost a long row 4 us a layer
+        #pragma unroll 1
+        for (; of.lo < w.hi; of.lo += SPAN) {
+            const bool asks = more && !me.id && of.lo + SPAN >= w.hi;
+            int ticket;
+            if (asks)
+                ticket = atomicAdd(p.tickets + blockIdx.x, 1) + 1;
+            read_slice(p, w, m, of, sums, has_fresh, me);
+            if (asks)
+                *m.ticket = ticket;
+        }
         const int piece = w.piece;
         const bool ends = go_on(p, w, m, more, me);
         if (AHEAD) {

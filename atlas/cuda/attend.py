@@ -395,10 +395,14 @@ def _shares(card, blocks, pieces, many, rows, window):
     shift = next(filter(few, range(2)), 2)
     return Shares(_runs(pieces, many, shift), shift)
 
-def _drawing(card, blocks, pieces, room):
-    "`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets"
-    runs = min(pieces, max(1, room//blocks))
-    return Shares(runs, early=max(1, _usable(card)//blocks)) # a block on each multiprocessor
+def _drawing(card, blocks, pieces, room, beside):
+    """`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets. Where
+    they come `beside` the product before, a fifth more than multiprocessors: if all had come, those
+    of attn_merge would follow at once, and be in the way"""
+    each = max(1, _usable(card)//blocks) # a block on each multiprocessor
+    enough = 6*each//5 if beside else 1
+    runs = min(max(pieces, enough), max(1, room//blocks))
+    return Shares(runs, early=each)
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aa5b
 def _half(angles):
@@ -450,10 +454,10 @@ def _plan(card, a, pool, b, rows, window, half):
     defines = _variant(card, a, pool, half, b, crowded, least)
     draws = 'ONE' in defines and not window
     share = _shares(card, blocks, pieces, many, rows, window)
-    if draws:
-        share = _drawing(card, blocks, pieces, least*_usable(card))
-    words = pool.words if share.mergers and pieces>1 else None
     lean,alone = _beside(card, d, rows, crowded)
+    if draws:
+        share = _drawing(card, blocks, pieces, least*_usable(card), bool(lean))
+    words = pool.words if share.mergers and pieces>1 else None
     decode = dict(shared=defines['BYTES'], MINB=least)|defines|lean
     merge = dict(D=d, GATE=int(a.gate))|alone
     return _Plan(blocks, pieces, many, words, draws, share, decode, merge)
