@@ -126,7 +126,7 @@ def _shown(cards, visible)->list:
         return cards
     shown = []
     for name in map(str.strip, visible.split(',')):
-        if name.isdigit() and int(name)<len(cards):
+        if name.isdecimal() and int(name)<len(cards):
             shown.append(cards[int(name)])
         elif name[:1].isalpha(): # 'GPU-…'
             shown.append(None)
