@@ -721,8 +721,9 @@ def close(self:Arena)->int: # Bytes of memory that arrays still lie in
     self.trim()
     for r in [r for r in self.regions.values() if not r.used]:
         r.close()
+    held = self.mapped
     self.regions.clear()
-    return self.budget.used
+    return held
 
 # %% ../../nbs/2_card/02_arena.ipynb #73fdaa46
 @patch

@@ -147,6 +147,7 @@ class _Here(threading.local):
     def __init__(self):
         self.rooms,self.usable = {},{}
 _rooms,_here = {},_Here() # Device's name -> room
+_makers = {} # Device's name -> lock of whoever has all threads make arrays in a room
 
 @patch(as_prop=True)
 def room(self:Device):
@@ -157,18 +158,21 @@ def room(self:Device):
 @contextmanager
 def making_in(self:Device,
     room, # A `Region`; None: not in that of all threads
-    everywhere:bool=False, # For all threads that have no room of their own?
+    everywhere:bool=False, # For all threads that have no room of their own? Others' turn is later
 ):
     "A context in which new arrays of this device lie in `room`"
-    d = _rooms if everywhere else _here.rooms
-    was,d[self.name] = d.get(self.name, d),room
-    try:
-        yield room
-    finally:
-        if was is d:
-            d.pop(self.name)
-        else:
-            d[self.name] = was
+    d,turn = _here.rooms,nullcontext()
+    if everywhere:
+        d,turn = _rooms,_makers.setdefault(self.name, threading.RLock())
+    with turn:
+        was,d[self.name] = d.get(self.name, d),room
+        try:
+            yield room
+        finally:
+            if was is d:
+                d.pop(self.name)
+            else:
+                d[self.name] = was
 
 @patch
 def tidy(self:Device):
@@ -214,12 +218,6 @@ def need_card(self:Device,
     return self
 
 # %% ../../nbs/2_card/01_device.ipynb #5e11a002
-@patch
-def identity(self:Device)->str:
-    "What the bits of results depend on, beside the model and our code: the processor and libraries"
-    return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {processors()} cores'
-
-# %% ../../nbs/2_card/01_device.ipynb #48704297
 def processor()->str:
     "This machine's processor and how many there are, in a line, for reports"
     said = Path('/proc/cpuinfo')
@@ -227,6 +225,12 @@ def processor()->str:
     names = [l.partition(':')[2].strip() for l in lines if l.startswith('model name')]
     return f'{names[0] if names else platform.machine()}, {processors()} cores'
 
+@patch
+def identity(self:Device)->str:
+    "What the bits of results depend on, beside the model and our code: the processor and libraries"
+    return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {processor()}'
+
+# %% ../../nbs/2_card/01_device.ipynb #48704297
 class Host(Device):
     """The CPU and its memory, through NumPy: the definition of every op, and the device of
     machines without a card"""
@@ -258,7 +262,6 @@ def carve(self:Device,
     per = line//4
     sizes = [-(-math.prod(s)//per)*per for s in shapes]
     flat = self.empty((sum(sizes)+per,))
-    at = 0
     out = []
     at = -self.address(flat)%line//4
     for s,n in zip(shapes, sizes):
@@ -302,9 +305,10 @@ def copy_rate(self:Device,
     "Measured rate of a plain copy: what kernels are compared with"
     nbytes = min(nbytes, self.memory().available//4)
     src,dst = self.empty(nbytes, 'uint8'),self.empty(nbytes, 'uint8')
-    for o in (src,dst):
-        o.fill(1) # pages that were never written cost nothing to read
-    return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
+    with self.use(): # of several cards, this one
+        for o in (src,dst):
+            o.fill(1) # pages that were never written cost nothing to read
+        return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
 
 # %% ../../nbs/2_card/01_device.ipynb #5bee0052
 @patch
@@ -386,7 +390,7 @@ class Faults:
         self._names = deque(maxlen=keep)
         self._held = weakref.WeakValueDictionary()
     names = property(
-        lambda self: list(dict.fromkeys(n for _,n in self._names)),
+        lambda self: list(dict.fromkeys(n for _,n in list(self._names))), # others launch meanwhile
         doc='What may still be at work, first launched first')
     def launching(self, *names:str):
         "Call before each launch; raises the `CudaFault` that was, if there was one"
@@ -614,8 +618,11 @@ def address(self:Cuda, a)->int:
 
 @patch
 def write(self:Cuda, dst, a):
-    "Copy host array `a` into `dst`, an array of this device, or rows that lie apart in one"
-    a = np.ascontiguousarray(a, dst.dtype)
+    """Copy host array `a` into `dst`, an array of this device, or rows that lie apart in one; a
+    `ValueError` where their shapes do not fit, as on the host"""
+    a = np.asarray(a, dst.dtype, order='C')
+    if a.shape!=dst.shape:
+        a = np.ascontiguousarray(np.broadcast_to(a, dst.shape))
     with self.use():
         stream = self.xp.cuda.get_current_stream()
         if dst.flags.c_contiguous:
@@ -626,7 +633,10 @@ def write(self:Cuda, dst, a):
 @patch
 def _write_rows(self:Cuda, dst, a, stream):
     "The same for rows [n, m] of an array that has longer ones"
-    rt,(row,_) = self.xp.cuda.runtime,a.strides
+    if dst.ndim!=2 or dst.strides[1]!=dst.itemsize:
+        said = f'An array of shape {dst.shape} that has gaps within its rows is not written to'
+        raise DeviceError(said, hint='This is a mistake in Atlas; please report it')
+    rt,row = self.xp.cuda.runtime,a.shape[1]*a.itemsize
     to,apart = dst.data.ptr,dst.strides[0]
     how = rt.memcpyHostToDevice,stream.ptr
     rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), *how)

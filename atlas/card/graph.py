@@ -26,7 +26,7 @@ class Graph:
         name:str='graph', # For messages
         scratch:Region|None=None, # Where arrays that `f` makes shall lie
         stream=None, # CuPy's, for recording and replay; a card's graphs share one by default
-        warm:bool=True, # Call `f` once before: it compiles, and takes memory. Twice does no harm
+        warm:bool=True, # Call `f` once before, which compiles and takes memory? It runs twice then
     ):
         self.card,self.name,self.scratch = card,name,scratch
         self.stream = stream or (_stream(card) if card.kind=='cuda' else None)
@@ -114,7 +114,7 @@ class Stream:
         "A function that does again, and waits for, what `f()` launches"
         return f
     def microseconds(self, f, n:int=20)->float:
-        "Median time of `n` calls of `f`; NaN where it says nothing"
+        "Median time of `n` calls of `f` but the first three; NaN where it says nothing"
         return float('nan')
     def close(self):
         "Give its memory back"
@@ -204,7 +204,7 @@ def captured(self:CudaStream, f):
 
 @patch
 def microseconds(self:CudaStream, f, n:int=20)->float:
-    "Median time of `n` calls of `f`, by the card's clock"
+    "Median time of `n` calls of `f` but the first three, by the card's clock"
     c,times = self.card.xp.cuda,[]
     for _ in range(n):
         start,end = c.Event(),c.Event()
@@ -296,7 +296,7 @@ def copy(self:Stream,
     at:int, # Address of the bytes, of the device or of the host
     n:int, # How many
 ):
-    "Copy bytes, which stay as they are until a later mark is passed. For many: within `here`"
+    "Copy bytes, unchanged until a later mark is passed; within `here` errors are named"
     ctypes.memmove(to, at, n)
 
 @patch
@@ -332,11 +332,13 @@ def scatter(self:Stream,
         return self.mark(asleep=True)
 
 def _room(runs, data):
-    "Where `data` begins; an `AtlasError` if it is less than `runs`"
+    "Where `data` begins; an `AtlasError` if it is less than `runs`, or has gaps"
     need = sum(n for _,n in runs)
-    if data.nbytes>=need and data.flags.c_contiguous:
-        return data.ctypes.data
-    raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has {data.nbytes:,}')
+    if not data.flags.c_contiguous:
+        raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has gaps')
+    if data.nbytes<need:
+        raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has {data.nbytes:,}')
+    return data.ctypes.data
 
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca02
 class _Multiprocessors(ctypes.Structure):

@@ -22,7 +22,7 @@ from fastcore.basics import ifnone,patch
 from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,OutOfMemoryError
 from ..ground.core import home,kernel_dir,processors
 from ..ground.core import cp
-from .device import CudaFault
+from .device import CudaFault,STICKY
 
 # %% ../../nbs/2_card/03_launch.ipynb #96c51cde
 def simulate(
@@ -95,7 +95,7 @@ def kernel_names(root:Path|None=None)->list[str]:
 DTYPES = dict(
     f64='float64', f32='float32', f16='float16',
     bf16='uint16', # NumPy has no bfloat16: it travels as its bits
-              i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8')
+    i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8')
 
 def _fields(text)->list[str]:
     "What the comments of the fields of `struct Params` say, as lines of a contract"
@@ -428,7 +428,7 @@ def cubin_name(
         *([_sha(' '.join(options).encode())[:12]] if options else []),
         arch, 'cubin'])
 
-def ahead(src:Source, arch:str, options:tuple=(),)->bytes|None:
+def ahead(src:Source, arch:str, options:tuple=())->bytes|None:
     "The cubin that the wheel's build left beside the source"
     p = src.root/cubin_name(src.name, arch, options)
     return p.read_bytes() if p.exists() else None
@@ -585,12 +585,13 @@ def loaded(
     load, # Makes a kernel of a cubin, or raises
 ):
     """What `load` makes of the wheel's cubin, or, should the driver refuse that, of one compiled
-    here; a `DeviceError` if it refuses both, or has no memory for one"""
+    here; a `DeviceError` if it refuses both, or has no memory for one. Errors of a card that has
+    failed are left as they are"""
     if (b := ahead(src, arch, options)) is not None:
         try:
             return load(b)
         except (RuntimeError, DeviceError) as e:
-            if isinstance(e, CudaFault):
+            if _stays(e):
                 raise
             _is_room(src, e)
             shipped = cubin_name(src.name, arch, options)
@@ -599,10 +600,16 @@ def loaded(
     try:
         return load(b)
     except RuntimeError as e:
+        if _stays(e):
+            raise
         _is_room(src, e)
         raise DeviceError(
             f'The driver refuses {src.name} for {arch}, compiled here: {e}',
             hint='The driver is likely older than the compiler: update it') from e
+
+def _stays(e)->bool:
+    "Has the card failed before? Then it refuses everything, and no kernel is to blame"
+    return isinstance(e, CudaFault) or getattr(e, 'status', None) in STICKY
 
 def _is_room(src, e):
     "An `OutOfMemoryError` where the driver says by `e` that a card has no room for a kernel"

@@ -53,17 +53,19 @@ class Sensors:
     def __init__(self,
         lib=pynvml, # None: there is none
     ):
-        self.lib,self.cards = lib,[]
+        self.lib,self.cards = lib,{} # By number; not those that are lost, or that we may not see
         if not lib:
             return
         try:
             lib.nvmlInit()
             n = lib.nvmlDeviceGetCount()
-            self.cards = [lib.nvmlDeviceGetHandleByIndex(i) for i in range(n)]
         except lib.NVMLError as e:
             _log.debug('No card is watched: %s', e)
+            return
+        handles = {i: self._ask('nvmlDeviceGetHandleByIndex', i) for i in range(n)}
+        self.cards = {i: h for i,h in handles.items() if h is not None}
     def __call__(self)->list[SensorReading]:
-        return [self.read(i) for i in range(len(self.cards))]
+        return [self.read(i) for i in self.cards]
     def _ask(self, name, *args):
         "What a function of the library says; None where the driver does not know"
         f = getattr(self.lib, name, None)
@@ -118,6 +120,20 @@ class Machine:
         return self.sensors(),look(self.root)
 
 # %% ../../nbs/2_card/10_sensors.ipynb #12268904
+def _shown(cards, visible)->list:
+    "Cards in CUDA's order; None for those that are not called by number"
+    if visible is None:
+        return cards
+    shown = []
+    for name in map(str.strip, visible.split(',')):
+        if name.isdecimal() and int(name)<len(cards):
+            shown.append(cards[int(name)])
+        elif name[:1].isalpha(): # 'GPU-…'
+            shown.append(None)
+        else:
+            break # what comes after it is hidden, too
+    return shown
+
 def reading_of(
     device:str, # auto, cuda or cuda:N
     cards:list, # A `SensorReading` of each
@@ -125,9 +141,8 @@ def reading_of(
 )->SensorReading|None: # None: it is not among them
     "The reading of the card that `device` means"
     n = int(device.partition(':')[2] or 0)
-    shown = visible.split(',') if visible else [c.card for c in cards]
-    number = shown[n].strip() if n<len(shown) else None
-    return next((c for c in cards if c.card==number), None)
+    shown = _shown(cards, visible)
+    return shown[n] if n<len(shown) else None
 
 # %% ../../nbs/2_card/10_sensors.ipynb #c3f4e783
 def free_memory(
@@ -138,6 +153,8 @@ def free_memory(
 )->int|None: # None where nobody knows
     "Bytes for all models of a device: what is free, less a reserve"
     of_card = device!='cpu' and bool(cards)
+    if device=='auto':
+        of_card = bool(_shown(cards, visible))
     card = reading_of(device, cards, visible) if of_card else None
     if of_card and card is None:
         return None
