@@ -162,7 +162,8 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
         help='Sequences that are answered at the same time. '
             '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
-        help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
+        help='Memory for the key-value cache, such as 4GiB. '
+            '[default: 40 % of what is free; on a card all that is left]')
     chunk:int|None=option(
         None,
         step=64,
@@ -386,7 +387,7 @@ def _object(said, name:str='speculative_config')->dict:
     if isinstance(said, str):
         try:
             said = json.loads(said, object_pairs_hook=partial(_once, name))
-        except ValueError as e:
+        except (ValueError,RecursionError) as e:
             hint = f'A shell leaves it whole in single quotes: {such}'
             if isinstance(e, RequestError):
                 raise
