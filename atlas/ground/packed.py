@@ -460,6 +460,9 @@ def _room(self:PackedFile, e:Entry, there):
     if e.name not in there:
         raise RequestError(f'There is no array for {e.name!r}', param=e.name)
     a = there[e.name]
+    if isinstance(a, np.ndarray) and not (a.flags.c_contiguous and a.flags.writeable):
+        said = f'The array for {e.name!r} is not contiguous and writeable'
+        raise RequestError(said, param=e.name)
     its = str(a.dtype),tuple(a.shape)
     if its==(e.dtype,e.shape):
         return a
