@@ -330,7 +330,7 @@ def test_filled_in_place(file):
 @pytest.mark.parametrize('room', [
     np.zeros((2,3)).T, np.zeros((3,5))[:,:2], np.broadcast_to(np.zeros(2), (3,2))])
 def test_what_cannot_be_filled(tmp_path, room):
-    "An array whose bytes do not lie in a row, or are not to be written: refused, not left as it was"
+    "An array whose bytes do not lie in a row, or are not to be written, is refused"
     p = save_dict(tmp_path/'f', dict(a=np.ones((3,2))))
     with pytest.raises(RequestError, match='contiguous'):
         reload(p, dict(a=room))
