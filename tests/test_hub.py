@@ -372,6 +372,7 @@ def test_hub_download_then_offline(tmp_path):
         assert not [p for p in s.paths if re.search('README|pytorch|original|onnx|consolidated', p)]
     assert hf(tmp_path, show, HF_HUB_OFFLINE='1')[:2]==(0, want)
     assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
+    assert hf(tmp_path, "print(here('org/m')==resolve('org/m'))")[:2]==(0, 'True\n')
     fetched = "print([(e.name, e.kind) for e in cached() if e.name!='tiny'])"
     rc,out,err = hf(tmp_path, f"{fetched}; print(remove('org/m')); {fetched}", HF_HUB_OFFLINE='1')
     n = sum(len(REPO[f])
@@ -387,6 +388,7 @@ def test_hub_interrupted_then_offline(tmp_path):
     next((tmp_path/'hf').rglob('snapshots/*/model.safetensors')).unlink()
     rc,_,err = hf(tmp_path, show, HF_HUB_OFFLINE='1')
     assert rc and 'SourceError' in err and 'not complete' in err
+    assert hf(tmp_path, "print(here('org/m'))")[:2]==(0, 'None\n')
 
 def test_hub_gguf(tmp_path):
     repos = dict(
@@ -410,6 +412,45 @@ for n in (f'org/{n}' for n in names):
         for w in words:
             assert w in line
     assert not [p for p in s.paths if p.endswith('a.gguf')]
+
+def test_hub_gguf_in_parts(tmp_path):
+    "Who names a part, a quantisation or nothing gets all parts; what reads pictures is no model"
+    def parts(name, n=2):
+        return {f'{name}-{i+1:05}-of-{n:05}.gguf': b'x'*(i+9) for i in range(n)}
+    repos = dict(
+        one=parts('m-Q8_0')|{'mmproj-F16.gguf': b'p', 'm.mmproj-Q8_0.gguf': b'q'},
+        two=parts('UD-Q4_K_XL/m-UD-Q4_K_XL', 3)|parts('m-Q8_0')|{'n-Q8_0.gguf': b'n'},
+        cut=dict([*parts('m', 2).items()][:1]))
+    code = '''names = """one one:m-Q8_0-00001-of-00002.gguf one:m-Q8_0-00002-of-00002.gguf one:q8_0
+    two:UD-Q4_K_XL two two:Q8_0 two:Q2_K cut cut:m-00001-of-00002.gguf""".split()
+for n in (f'org/{n}' for n in names):
+    before = here(n)
+    try:
+        p = resolve(n)
+        print(n, before in (None,p), here(n)==p, p.name, len([*p.parent.glob('*-of-*')]))
+    except SourceError as e:
+        print(n, before, e)
+    shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)'''
+    first = 'from atlas.ground.core import SourceError\nfrom huggingface_hub import constants\n'
+    with serving(Hub, repos=repos, paths=[]) as s:
+        rc,out,err = hf(tmp_path, f'import shutil\n{first}{code}', s.server_port)
+    assert rc==0, err
+    got = out.splitlines()
+    asked = 'one','one:m-Q8_0-00001-of-00002.gguf','one:m-Q8_0-00002-of-00002.gguf','one:q8_0'
+    whole = [f'org/{n} True True m-Q8_0-00001-of-00002.gguf 2' for n in asked]
+    assert got[:4]==whole
+    assert got[4]=='org/two:UD-Q4_K_XL True True m-UD-Q4_K_XL-00001-of-00003.gguf 3'
+    for line,words in zip(got[5:], (
+        '3 GGUF files', '2 GGUF files', "no file 'Q2_K'",
+        "no file 'm-00002-of-00002.gguf'", "no file 'm-00002-of-00002.gguf'"), strict=True):
+        assert words in line
+
+@pytest.mark.parametrize('name', ['~nobody-of-this-name/m', 'm'*300])
+def test_what_no_path_can_be(name):
+    "The system's complaint about a path is one of ours"
+    for f in (hub.here, hub.pull, hub.resolve, hub.pull_text, hub.name_of):
+        with pytest.raises(SourceError, match='cannot be looked at'):
+            f(name)
 
 def test_hub_unreachable(tmp_path):
     rc,_,err = hf(tmp_path, show)

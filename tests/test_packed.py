@@ -1,6 +1,6 @@
 """Packed files: what goes in comes out, whatever is done to the file, to the disk or to who writes
 it."""
-import json,os,signal,subprocess,sys,textwrap,threading,time
+import fcntl,json,os,signal,subprocess,sys,textwrap,threading,time
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
 from hypothesis.extra import numpy as hnp
@@ -263,6 +263,17 @@ def test_a_stranger_is_not_believed(tmp_path_factory, data):
     except AtlasError:
         pass
 
+def test_a_part_twice_is_refused(tmp_path):
+    "Each level would have twice as many as the one above it, and a file of 2 kB never an end"
+    names = ['q'+'#a'*i for i in range(40)]
+    objects = {n: dict(kind='QTensor', parts=['a','a'], said={}) for n in names}
+    objects[names[-1]]['parts'] = []
+    l = layout_of(dict(a=np.zeros(3)), objects)
+    p = tmp_path/'f'
+    stranger(p, l.text, 1, l.nbytes)
+    with pytest.raises(CheckpointError, match="object 'q' is described by"):
+        load_dict(p, check=False)
+
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 2**31))
 def test_noise_is_refused(tmp_path_factory, raw, count):
@@ -316,6 +327,14 @@ def test_filled_in_place(file):
         with pytest.raises(CheckpointError):
             reload(p, bad)
 
+@pytest.mark.parametrize('room', [
+    np.zeros((2,3)).T, np.zeros((3,5))[:,:2], np.broadcast_to(np.zeros(2), (3,2))])
+def test_what_cannot_be_filled(tmp_path, room):
+    "An array whose bytes do not lie in a row, or are not to be written, is refused"
+    p = save_dict(tmp_path/'f', dict(a=np.ones((3,2))))
+    with pytest.raises(RequestError, match='contiguous'):
+        reload(p, dict(a=room))
+
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
 def grown(n=12, size=300_000, seed=0):
@@ -367,6 +386,23 @@ def test_a_part_of_something_else_is_no_use(tmp_path, small):
         save_dict(p, grown())
         same(load_dict(p), grown())
 
+def test_a_record_of_another_array_is_none(tmp_path, monkeypatch, small):
+    """A save of other numbers that is killed between bytes and record leaves no record of those
+    that were there before, which the next save may be of"""
+    p,arrays = tmp_path/'f',grown()
+    with pytest.raises(StoppedError):
+        save_dict(p, arrays, stop=stopped_after(7))
+    def killed(w, e):
+        raise StoppedError('here')
+    with monkeypatch.context() as m:
+        m.setattr(packed._Writer, 'whole', killed)
+        with pytest.raises(StoppedError):
+            save_dict(p, arrays|dict(a2=numbers(300_002, 99)))
+    counted = Counted(monkeypatch)
+    save_dict(p, arrays)
+    same(load_dict(p), arrays)
+    assert counted.n<=6*310_000 # the others were whole, and stayed
+
 def test_half_a_record_is_none(tmp_path, small):
     p,arrays = tmp_path/'f',grown()
     with pytest.raises(StoppedError):
@@ -391,6 +427,24 @@ def test_without_direct_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'open', refused)
     save_dict(tmp_path/'b', grown())
     assert (tmp_path/'a').read_bytes()==(tmp_path/'b').read_bytes()
+
+def test_direct_writes_that_fail_late(tmp_path, monkeypatch):
+    "A file system that says only at the first write that it has none: nothing stays open"
+    plain,direct = os.pwrite,[]
+    def refused(fd, data, at):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append(fd)
+            raise OSError(22, 'Invalid argument')
+        return plain(fd, data, at)
+    monkeypatch.setattr(os, 'pwrite', refused)
+    save_dict(tmp_path/'f', grown())
+    monkeypatch.undo()
+    if not direct:
+        pytest.skip('no direct writes here')
+    same(load_dict(tmp_path/'f'), grown())
+    here = '/proc/self/fd'
+    links = [os.readlink(f'{here}/{fd}') for fd in os.listdir(here) if int(fd) in direct]
+    assert not [l for l in links if l.startswith(str(tmp_path))]
 
 def program(code, *args, **kw):
     "A fresh interpreter at work on `code`"

@@ -330,14 +330,16 @@ def _hub_bars(repo, show):
 
 _counting = threading.Lock() # Files come in several threads
 
+def _patterns(files)->dict:
+    "The same as the library asks for it"
+    spared = SPARED if files in (None,TEXT) else None
+    return dict(allow_patterns=WANTED if files is None else files, ignore_patterns=spared)
+
 def _snapshot(repo, files, show):
     "Folder of the files of `repo` that we want, or of those among them that are named"
     from huggingface_hub import snapshot_download
-    which = dict(allow_patterns=files or WANTED)
-    if not files or files==TEXT:
-        which |= dict(ignore_patterns=SPARED)
     try:
-        return Path(snapshot_download(repo, tqdm_class=_hub_bars(repo, show), **which))
+        return Path(snapshot_download(repo, tqdm_class=_hub_bars(repo, show), **_patterns(files)))
     except Exception as e:
         raise _hub_error(repo, e) from e
 
@@ -387,32 +389,55 @@ def _gguf_names(repo, snap):
 # %% ../../nbs/1_ground/13_hub.ipynb #b2c10002
 _of_parts = re.compile(r'-\d{5}-of-\d{5}$')
 
+def _stem(name)->str:
+    "A GGUF file's name without folder and ending; that of all parts is the same"
+    return _of_parts.sub('', Path(name).stem)
+
+def _models(names)->list[list[str]]:
+    "GGUF files by the model that they are: one, or parts of one; what reads pictures is none"
+    found = {}
+    for n in sorted(names):
+        if 'mmproj' not in Path(n).name.lower():
+            found.setdefault((Path(n).parent,_stem(n)), []).append(n)
+    return list(found.values())
+
+def _parts_of(file)->list[str]:
+    "All parts of the GGUF model of which `file` is one, by its name"
+    from atlas.ground.llamacpp import gguf_parts
+    return list(map(str, gguf_parts(Path(file))))
+
 def quantised(
     names:list[str], # Of GGUF files
     tag:str, # Such as Q4_K_M, in letters of any size
-)->list[str]: # One, the parts of one, or none
+)->list[str]: # Of one model, all its parts; none, or of several
     "The files among `names` that are quantised so"
-    def ends(name):
-        stem = _of_parts.sub('', Path(name).stem)
-        return re.search(rf'[-._]{re.escape(tag)}$', stem, re.I)
-    return [
-        n for n in names
-        if ends(n) and not Path(n).name.startswith('mmproj')]
+    ends = re.compile(rf'[-._]{re.escape(tag)}$', re.I)
+    return [n for ns in _models(names) for n in ns if ends.search(_stem(n))]
+
+# %% ../../nbs/1_ground/13_hub.ipynb #b2c97908
+def _several(repo, models)->SourceError:
+    "What to tell of a name that means several models"
+    hint = 'Name one: '+', '.join(f'{repo}:{m[0]}' for m in models)
+    return SourceError(f'{repo!r} has {len(models)} GGUF files', hint=hint)
+
+def _quantised_so(repo, tag, show)->list[str]:
+    "The files of the one model of `repo` that is quantised so; none if there is no such"
+    there = _gguf_names(repo, _snapshot(repo, TEXT, show))
+    found = _models(quantised(there, tag))
+    if len(found)>1:
+        raise _several(repo, found)
+    return found[0] if found else []
 
 def _pull_file(repo, file, show):
-    "One GGUF file of `repo`, or the first of its parts"
-    names,there = [file],None
-    if not file.endswith('.gguf'):
-        there = _gguf_names(repo, _snapshot(repo, TEXT, show))
-        names = quantised(there, file)
-        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1:
-            names = []
-    found = _snapshot(repo, names, show)/names[0] if names else None
-    if found and found.is_file():
-        return found
-    if there is None:
-        there = _gguf_names(repo, _snapshot(repo, TEXT, show))
-    said = f'{repo!r} has no file {file!r}'
+    "One GGUF file of `repo`, or the first of its parts, when all are here"
+    names = [file] if file.endswith('.gguf') else _quantised_so(repo, file, show)
+    parts = _parts_of(names[0]) if names else []
+    snap = _snapshot(repo, parts or TEXT, show)
+    lost = [n for n in parts if not (snap/n).is_file()]
+    if parts and not lost:
+        return snap/parts[0]
+    there = _gguf_names(repo, _snapshot(repo, TEXT, show))
+    said = f'{repo!r} has no file {(lost or [file])[0]!r}'
     raise SourceError(said, hint='It has: '+(', '.join(there) or 'no GGUF file'))
 
 # %% ../../nbs/1_ground/13_hub.ipynb #56f6ef61
@@ -428,23 +453,30 @@ def pull_hub(
     snap = _snapshot(repo, None, show)
     if any(snap.glob('*.safetensors')):
         return snap
-    ggufs = _gguf_names(repo, snap)
-    if len(ggufs)==1:
-        return _pull_file(repo, ggufs[0], show)
-    if ggufs:
-        raise SourceError(
-            f'{repo!r} has {len(ggufs)} GGUF files',
-            hint='Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
+    models = _models(_gguf_names(repo, snap))
+    if len(models)==1:
+        return _pull_file(repo, models[0][0], show)
+    if models:
+        raise _several(repo, models)
     raise SourceError(
         f'{repo!r} has neither *.safetensors nor *.gguf files',
         hint='Atlas reads no other weights: look for a converted copy')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #715bd296
-_repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf|\w+))?')
+_repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf|[\w-]+))?')
+
+def _path_here(name)->Path|None:
+    "The path that `name` is, if something is there; a `SourceError` where none can be"
+    try:
+        p = Path(name).expanduser()
+        return p if p.exists() else None
+    except (OSError,RuntimeError) as e: # Too long, not for us to see; the home of nobody
+        said = f'{name!r} cannot be looked at: {getattr(e, "strerror", None) or e}'
+        raise SourceError(said.rstrip('.')) from e
 
 def repository(name:str)->str:
     "The repository that a short name of the catalogue stands for; any other name as it is"
-    if '/' in name or name in NAMED or Path(name).expanduser().exists():
+    if '/' in name or name in NAMED or _path_here(name):
         return name
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
@@ -457,7 +489,7 @@ def pull(
 )->Path: # The model's file or folder
     """Make the model that `name` means be here, checked anew, and say where;
     a `SourceError` for a name that leads nowhere"""
-    if (p := Path(name).expanduser()).exists():
+    if p := _path_here(name):
         return p
     if _is_shipped(name):
         return have(name)
@@ -486,7 +518,7 @@ def pull_text(
     show=None, # Draw bars? None: when somebody watches; or what `progress` takes
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
-    known = name in NAMED or Path(name).expanduser().exists()
+    known = name in NAMED or _path_here(name)
     repo = repository(name)
     if known or ':' in repo or not _repo.fullmatch(repo):
         return resolve(name, show)
@@ -495,8 +527,7 @@ def pull_text(
 # %% ../../nbs/1_ground/13_hub.ipynb #980e06c5
 def name_of(model:str)->str:
     "What a model that was given as `model` is called: a path by its last part"
-    p = Path(model).expanduser()
-    if not p.exists():
+    if not (p := _path_here(model)):
         return model
     if p.name not in ('','..'):
         return p.name
@@ -547,28 +578,35 @@ def cached()->list[LocalModel]:
         if e]
 
 # %% ../../nbs/1_ground/13_hub.ipynb #ca7a0002
-def _here_of(repo, file)->Path|None:
-    "The snapshot of `repo`, or a file of it, in the Hugging Face cache"
+def _cached_snapshot(repo, files)->Path|None:
+    "Folder of `repo` in the Hugging Face cache, if all `files` are there, as for `_snapshot`"
     from huggingface_hub import errors,snapshot_download
     try:
-        snap = Path(snapshot_download(repo, local_files_only=True))
+        return Path(snapshot_download(repo, local_files_only=True, **_patterns(files)))
     except (errors.LocalEntryNotFoundError,errors.HFValidationError):
         return None
-    if not file and any(snap.glob('*.safetensors')):
-        return snap
-    there = sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
-    if file.endswith('.gguf'):
-        there = [n for n in there if n==file]
-    elif file:
-        there = quantised(there, file)
-    whole = there and len({_of_parts.sub('', n) for n in there})==1
-    return snap/there[0] if whole else None
+
+def _here_of(repo, file)->Path|None:
+    "The snapshot of `repo`, or a file of it, in the Hugging Face cache"
+    whole = None if file else _cached_snapshot(repo, None)
+    if whole and any(whole.glob('*.safetensors')):
+        return whole
+    if not (snap := _cached_snapshot(repo, [])):
+        return None
+    names = [file]
+    if not file.endswith('.gguf'):
+        there = [str(p.relative_to(snap)) for p in snap.rglob('*.gguf')]
+        found = _models(quantised(there, file) if file else there)
+        names = found[0] if len(found)==1 else []
+    parts = _parts_of(names[0]) if names else []
+    whole = parts and all((snap/n).is_file() for n in parts)
+    return snap/parts[0] if whole else None
 
 def here(
     name:str, # As for `pull`
 )->Path|None: # The model's file or folder; None where it is not here
     "Where a model lies, if it was pulled: nothing is fetched, and nothing asked of the hub"
-    if (p := Path(name).expanduser()).exists():
+    if p := _path_here(name):
         return p
     if name in NAMED:
         return have(name)

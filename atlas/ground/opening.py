@@ -20,16 +20,14 @@ from .weights import dummy_checkpoint,open_checkpoint
 def is_shape(name:str)->bool:
     """Is `name` a shape that Atlas knows? The presets are not read for a file, a name of the hub,
     or a model that has a name here"""
-    elsewhere = '/' in name or name in NAMED or Path(name).exists()
-    return not elsewhere and name in PRESETS
+    return name in PRESETS and not (name in NAMED or Path(name).exists())
 
 def shaped(name:str):
     "The entry of a short name of the catalogue whose shape is known, or None"
-    if '/' in name or name in NAMED or Path(name).exists():
-        return None
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
-    return e if e and e.shape and e.context else None
+    known = e and e.shape and e.context
+    return e if known and name not in NAMED and not Path(name).exists() else None
 
 def no_tensors(config:ModelConfig, like=None)->tuple:
     "The plan of a model that is only read about"

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/options.html.md"""
 __all__ = ['option', 'Speculation', 'Caching', 'Keeping', 'Queueing', 'Sizing', 'Formats', 'EngineConfig', 'unused', 'differs']
 
 # %% ../../nbs/1_ground/17_options.ipynb #f2e41d70
-import json,numbers
+import json,numbers,os
 from dataclasses import dataclass,field,fields
 from pathlib import Path
 from functools import partial
@@ -162,7 +162,8 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
         help='Sequences that are answered at the same time. '
             '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
-        help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
+        help='Memory for the key-value cache, such as 4GiB. '
+            '[default: 40 % of what is free; on a card all that is left]')
     chunk:int|None=option(
         None,
         step=64,
@@ -275,6 +276,7 @@ def _check(c):
     _speculation(c)
     _spilling(c)
     _packing(c)
+    _put(c, generation_config=_named(c, 'generation_config'))
     if c.tokenizer is not None:
         _put(c, tokenizer=_named(c, 'tokenizer'))
     if c.load_format=='auto' and c.weights:
@@ -297,7 +299,7 @@ def _spilling(c):
         if c.kv_spill_keep:
             _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)
         return
-    _put(c, kv_spill_dir=_named(c, 'kv_spill_dir'))
+    _put(c, kv_spill_dir=_folder(c, 'kv_spill_dir'))
     if c.kv_spill_gb is None:
         _put(c, kv_spill_gb=_SPILL_GB)
 
@@ -306,7 +308,7 @@ def _packing(c):
     said = dict(auto=True, off=False).get(str(c.cache_packed), c.cache_packed)
     _put(c, cache_packed=said)
     if not isinstance(said, bool):
-        _put(c, cache_packed=_named(c, 'cache_packed'))
+        _put(c, cache_packed=_folder(c, 'cache_packed'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #7ab1f504
 def _refuse(said, param, hint=None):
@@ -369,6 +371,10 @@ def _named(c, field)->str:
         return str(said)
     _refuse(f'{field} is {said!r}, expected a name or a path', field)
 
+def _folder(c, field)->str:
+    "The folder that a field says; behind a `=`, and in a file of models, no shell has seen its ~"
+    return os.path.expanduser(_named(c, field))
+
 # %% ../../nbs/1_ground/17_options.ipynb #c9eb15bf
 _VLLM = dict( # What vLLM calls our fields
     num_speculative_tokens='num_speculative_tokens',
@@ -386,7 +392,7 @@ def _object(said, name:str='speculative_config')->dict:
     if isinstance(said, str):
         try:
             said = json.loads(said, object_pairs_hook=partial(_once, name))
-        except ValueError as e:
+        except (ValueError,RecursionError) as e:
             hint = f'A shell leaves it whole in single quotes: {such}'
             if isinstance(e, RequestError):
                 raise

@@ -373,7 +373,9 @@ def _describes(d)->bool:
         return False
     if d['kind'] not in ('NoneType',*KINDS) or not isinstance(d['said'], dict):
         return False
-    return isinstance(d['parts'], list) and all(isinstance(p, str) for p in d['parts'])
+    parts = d['parts']
+    texts = isinstance(parts, list) and all(isinstance(p, str) for p in parts)
+    return texts and len({*parts})==len(parts)
 
 @patch
 def _see(self:PackedFile, l:Layout):
@@ -458,6 +460,9 @@ def _room(self:PackedFile, e:Entry, there):
     if e.name not in there:
         raise RequestError(f'There is no array for {e.name!r}', param=e.name)
     a = there[e.name]
+    if isinstance(a, np.ndarray) and not (a.flags.c_contiguous and a.flags.writeable):
+        said = f'The array for {e.name!r} is not contiguous and writeable'
+        raise RequestError(said, param=e.name)
     its = str(a.dtype),tuple(a.shape)
     if its==(e.dtype,e.shape):
         return a
@@ -624,12 +629,13 @@ class _Writer:
         self.here = threading.local()
         self.number = {n: i for i,n in enumerate(layout.entries)}
         try:
-            self.direct = os.open(f'/proc/self/fd/{fd}', os.O_WRONLY|os.O_DIRECT|os.O_CLOEXEC)
+            self.opened = os.open(f'/proc/self/fd/{fd}', os.O_WRONLY|os.O_DIRECT|os.O_CLOEXEC)
         except (AttributeError,OSError):
-            self.direct = None
+            self.opened = None
+        self.direct = self.opened # None from when the file system says that it has no such writes
     def close(self):
-        if self.direct is not None:
-            os.close(self.direct)
+        if self.opened is not None:
+            os.close(self.opened)
 
     def buffer(self)->np.ndarray:
         "This thread's"
@@ -722,11 +728,20 @@ def begin(self:_Writer)->dict[str,int]:
     names = list(left)
     now = self.place.sums([self.arrays[n] for n in names])
     if left:
-        return {n: s for n,s in zip(names, now) if s==left[n]}
+        kept = {n: s for n,s in zip(names, now) if s==left[n]}
+        if len(kept)<len(left):
+            self.forget(kept)
+        return kept
     os.ftruncate(self.fd, 0)
     _make_room(self.fd, self.layout.nbytes)
     _pwrite(self.fd, self.layout.head(PART, {}), 0)
     return {}
+
+@patch
+def forget(self:_Writer, kept:dict[str,int]):
+    "Wipe all records but those of `kept`, before other bytes come to where they tell of"
+    _pwrite(self.fd, self.layout.head(PART, kept), 0)
+    os.fdatasync(self.fd)
 
 def _make_room(fd, nbytes):
     "Have the disk set `nbytes` aside, where it can; else a full one is met later"

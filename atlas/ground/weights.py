@@ -148,7 +148,7 @@ def open_checkpoint(
 def _only_gguf(folder:Path)->Path:
     """The one GGUF model of `folder`; a vision tower beside it, which llama.cpp keeps in a file of
     its own, is none"""
-    ps = sorted(p for p in folder.glob('*.gguf') if not p.name.startswith('mmproj'))
+    ps = sorted(p for p in folder.glob('*.gguf') if 'mmproj' not in p.name.lower())
     if len(ps)==1 or ps and ps==gguf_parts(ps[0]):
         return ps[0]
     if ps:
@@ -1013,7 +1013,7 @@ def _format_of(name:str, shape, cfg, weights, like)->str:
         fmt = WEIGHTS[weights]
         fmt = fmt(name) if callable(fmt) else fmt
     if fmt not in FORMATS or len(shape)<2:
-        fmt = 'F32'
+        return 'F32'
     block = FORMATS[fmt].block
     return 'BF16' if block<128 and shape[-1]%block else fmt
 
