@@ -122,6 +122,17 @@ def _refused(url, key, e):
     return ClientError(said or f'The server at {url} answers {e.code}')
 
 # %% ../../nbs/8_use/03_clients.ipynb #6f56dbdd
+def _listed(url, key, seconds)->dict:
+    "What a server's list says of each model, by name"
+    try:
+        data = ask(url, '/v1/models', key, seconds=seconds)['data']
+    except (KeyError,TypeError):
+        raise _stranger(url) from None
+    if not isinstance(data, list|None): # some say null where they have none
+        raise _stranger(url)
+    models = [m for m in data or () if isinstance(m, dict)]
+    return {m['id']: m for m in models if isinstance(m.get('id'), str)}
+
 def find_server(
     url:str='http://127.0.0.1:8888',
     model:str|None=None, # None: the first it has
@@ -130,15 +141,7 @@ def find_server(
 )->ServerModel:
     "Ask a server for its models; says what is wrong if it does not answer"
     url = address(url)
-    try:
-        data = ask(url, '/v1/models', key, seconds=seconds)['data']
-    except (KeyError,TypeError):
-        data = ''
-    if not isinstance(data, list|None):
-        raise _stranger(url)
-    names = {
-        m['id']:m for m in data or () # some say null where they have none
-        if isinstance(m, dict) and isinstance(m.get('id'), str)}
+    names = _listed(url, key, seconds)
     if not names:
         raise ClientError(f'The server at {url} has no model')
     if model is not None and model not in names:
