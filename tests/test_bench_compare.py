@@ -75,6 +75,14 @@ def test_a_folder_of_aiperf_is_one_measurement(saved, tmp_path):
     files = sorted(tmp_path.rglob('*.json'))
     assert [m.name for m in read_measurements(files)]==['c1','c2','c8']
 
+@pytest.mark.parametrize('other', [dict(model_names=['n']), dict(urls=['http://y'])])
+def test_a_folder_of_two_servers_is_refused(saved, tmp_path, other):
+    saved(aiperf(1), 'one/profile_export_aiperf')
+    config = dict(endpoint=ENDPOINT|other, loadgen=dict(concurrency=2))
+    saved(aiperf(2, input_config=config), 'two/profile_export_aiperf')
+    with pytest.raises(ReportError, match='different servers'):
+        read_measurements([tmp_path])
+
 def test_phases_of_aiperf_are_no_runs(saved, tmp_path):
     "It writes the same file for its warm-up, and once more for what counts"
     for name in ('','phases/warmup/','phases/profiling/'):

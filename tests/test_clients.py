@@ -1,9 +1,11 @@
 """Programs that people have, started by `atlas launch` against our own service: each must print
 what the model said."""
-import json,socket,subprocess,sys
+import json,socket,subprocess,sys,threading
+from contextlib import contextmanager
 from pathlib import Path
 import pytest
 from atlas.service.http import Bounds,ApiKeys,Rules
+from atlas.use.clients import ClientError,find_server
 from test_http import live
 from test_server import FakeRunner,app_of,template,tok
 
@@ -93,3 +95,33 @@ def test_a_proxy_is_left_out_on_the_way_to_this_machine(client, port, tmp_path):
         client, port, tmp_path,
         **dict.fromkeys(
             ('HTTP_PROXY','http_proxy','HTTPS_PROXY','https_proxy','ALL_PROXY'), dead))
+
+# -- what is no server ---------------------------------------------------------------------------
+
+@contextmanager
+def saying(text):
+    "The address of something that says `text` to whoever comes"
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        def answer():
+            with s.accept()[0] as c:
+                c.recv(1<<16)
+                c.sendall(text)
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f'http://127.0.0.1:{s.getsockname()[1]}'
+        thread.join()
+
+OK = b'HTTP/1.1 200 OK\r\n\r\n'
+
+@pytest.mark.parametrize('text, why', [
+    (b'SSH-2.0-OpenSSH_9.6\r\n', 'is no server of models'), (OK+b'fine', 'is no server of models'),
+    (OK+b'{"data": 5}', 'is no server of models'), (OK+b'{"data": null}', 'has no model')])
+def test_what_is_no_server_of_models_is_called_that(text, why):
+    with saying(text) as url:
+        with pytest.raises(ClientError, match=why):
+            find_server(url)
+
+@pytest.mark.parametrize('key', ['ключ', 'a\nb'])
+def test_a_key_that_cannot_be_sent_is_called_that(key):
+    with pytest.raises(ClientError, match='The API key has characters'):
+        find_server('http://127.0.0.1:1', key=key)

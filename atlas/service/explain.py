@@ -119,8 +119,8 @@ class Explained:
             return False
         if self.memory is None:
             return True
-        beside = [p.least+self.pinned*(not p.pinned) for p in self.models]
-        return max(beside, default=0)<=self.memory
+        others = [p.least for p in self.models if not p.pinned]
+        return self.pinned+max(others, default=0)<=self.memory
 
 def explain(
     fleet:Fleet,
@@ -224,7 +224,7 @@ def _of_failures(self:Explained)->list[str]:
 # %% ../../nbs/7_service/34_explain.ipynb #164772bc
 @patch
 def oversized(self:Fleet):
-    "A `FleetError` for each model that is larger than the memory of all"
+    "A `FleetError` for each model whose weights are larger than the memory of all"
     for n in self.models if self.memory else ():
         try:
             p = plan_of(self.config(n))

@@ -109,7 +109,11 @@ def hear(self:Damper, s:Seen, now:float)->str|None:
         return None
     t.flaps = False
     how = 'well' if s.well else f'as it is: {s.why}'
-    return f'{s.name} has stayed {how} for {self.span/60:.0f} min'
+    return f'{s.name} has stayed {how} for {_long(self.span)}'
+
+def _long(seconds):
+    "How long that is, in words"
+    return f'{seconds:.0f} s' if seconds<60 else f'{seconds/60:.0f} min'
 
 @patch
 def _turn(self:Damper, t, s, now):
@@ -121,11 +125,11 @@ def _turn(self:Damper, t, s, now):
         return None
     t.flaps = len(t.turns)>self.most
     if t.flaps:
-        changes = f'{len(t.turns)} changes within {self.span/60:.0f} min'
+        changes = f'{len(t.turns)} changes within {_long(self.span)}'
         return f'{s.name} comes and goes: {changes}. The next message comes when it stays'
     if not s.well:
         return f'{s.name} {s.why}'
-    after = '' if since is None else f', after {(now-since)/60:.0f} min'
+    after = '' if since is None else f', after {_long(now-since)}'
     return f'{s.name} is well again{after}'
 
 # %% ../../nbs/7_service/32_watch.ipynb #6b1fe415

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_files.html.md"""
 __all__ = ['AIPERF', 'REPORT', 'ASIDE', 'UNSAID', 'differing', 'read_measurements', 'number_alike']
 
 # %% ../../nbs/8_use/20_bench_files.ipynb #e1f2a313
-import json
+import json,os
 from collections import Counter
 from pathlib import Path
 from .bench_measured import FilePart,KIND,Measurement,PlainText,TIMES,Value
@@ -194,8 +194,19 @@ def _of_file(path:Path)->list[Measurement]:
     if read := _reader(d):
         return read(path, d)
     kind = d.get('kind')
-    said = f'is of the kind {kind}' if isinstance(kind, str) else 'does not say what it is'
-    bad_file(path, plain(f'it {said}, and cannot be compared'), _KNOWN)
+    named = isinstance(kind, str)
+    said = f'is of the kind {plain(kind, 40)}' if named else 'does not say what it is'
+    bad_file(path, f'it {said}, and cannot be compared', _KNOWN)
+
+def _one_of(path, found):
+    "Refuse runs that are not of one load, one model and one server"
+    hint = 'Name them one by one'
+    if differ := differing(found):
+        bad_file(path, f'runs of different loads: {", ".join(differ)}', hint)
+    for what in ('model','url'):
+        asked = {getattr(m.server, what) for m in found}-{None}
+        if len(asked)>1:
+            bad_file(path, f'runs of different servers: {", ".join(sorted(asked))}', hint)
 
 def _of_folder(path:Path)->list[Measurement]:
     "What a sweep left in a folder: the report of ours, or all runs of aiperf as one measurement"
@@ -205,8 +216,7 @@ def _of_folder(path:Path)->list[Measurement]:
     found = [_of_file(p)[0] for p in places]
     if not found:
         bad_file(path, f'a folder without {REPORT} or {AIPERF} in it', _KNOWN)
-    if differ := differing(found):
-        bad_file(path, f'runs of different loads: {", ".join(differ)}', 'Name them one by one')
+    _one_of(path, found)
     first = found[0]
     runs = [r for m in found for r in m.runs]
     complete = all(m.complete for m in found)
@@ -215,7 +225,10 @@ def _of_folder(path:Path)->list[Measurement]:
 # %% ../../nbs/8_use/20_bench_files.ipynb #e0f6cfa1
 def _short(path:Path)->str:
     "What a file is called by: its folder, where all such files have one name"
-    return path.parent.name if path.name in (AIPERF,REPORT) else path.stem
+    path = Path(os.path.abspath(path)) # '.' and '..' have no name
+    if path.name in (AIPERF,REPORT):
+        return path.parent.name
+    return path.name if path.is_dir() else path.stem
 
 def read_measurements(paths:list)->list[Measurement]:
     """What files say, and folders that sweeps left, each under a name of its own; `ReportError`

@@ -16,8 +16,7 @@ from typing import Annotated
 from pydantic import AfterValidator,BaseModel,ConfigDict,Field,ValidationError
 from ..ground.core import RequestError
 from ..service.protocol.base import blame,read_json
-from .bench_rounds import Round,SHARES,named
-from .bench_throughput import ThroughputPlan
+from .bench_rounds import SHARES,named
 
 # %% ../../nbs/8_use/19_bench_measured.ipynb #b1f2348e
 def plain(text:str|None, most:int=60)->str|None:
@@ -131,7 +130,8 @@ def read_object(path:Path)->dict:
     except ReportError:
         raise
     except RequestError as e:
-        hint = 'A measurement that was cut off may have left it: measure again'
+        broken = 'empty' in e.msg or 'not valid JSON' in e.msg
+        hint = 'A measurement that was cut off may have left it: measure again' if broken else ''
         said = e.msg.replace('The body', 'It')
         bad_file(path, plain(said, 200), hint)
 
@@ -150,8 +150,8 @@ def of_serve(path, d)->list[Measurement]:
     "What `atlas bench serve` wrote"
     version = d.get('version')
     if version!=VERSION:
-        said = f'it has version {str(version)[:20]} of the file, and {VERSION} is known'
-        bad_file(path, plain(said), 'Compare with the Atlas that measured, or measure again')
+        said = f'it has version {plain(str(version), 20)} of the file, and {VERSION} is known'
+        bad_file(path, said, 'Compare with the Atlas that measured, or measure again')
     own = dict(name='', tool='atlas bench serve')
     return [checked(Measurement, path, d|own)]
 
@@ -200,25 +200,47 @@ def write_made_up(folder:Path, *seats:int)->list[Path]:
     return out
 
 # %% ../../nbs/8_use/19_bench_measured.ipynb #68931da4
-class _Throughput(BaseModel):
+_Waits = Annotated[list[Value], Field(min_length=len(SHARES), max_length=len(SHARES))]
+
+class _ThroughputRound(FilePart):
+    "What is read of a `Round`"
+    way:str
+    prompts:str
+    concurrency:Count
+    requests:Count
+    seconds:Annotated[float, Field(gt=0)]
+    tokens:Count
+    first_ms:_Waits
+    between_ms:_Waits
+    errors:Count
+    error:PlainText = None
+
+class _ThroughputAsked(FilePart):
+    "What is read of a `ThroughputPlan`"
+    requests:Count
+    prompt:Count
+    tokens:Count
+    seed:int
+
+class _Throughput(FilePart):
     "What is read of a file of `atlas bench throughput`"
     model:PlainText
     machine:PlainText
     versions:dict
-    plan:ThroughputPlan
-    loads:list[Round] = Field(min_length=1)
+    plan:_ThroughputAsked
+    loads:list[_ThroughputRound] = Field(min_length=1)
 
-def _run_of(l:Round, p:ThroughputPlan)->dict:
-    "A round as a run"
+def _run_of(l:_ThroughputRound, prompt:int)->dict:
+    "A round of prompts of so many tokens as a run"
     good = l.requests-l.errors
-    read = good*p.prompt
+    read = good*prompt
     failed = dict(error=l.error or 'unknown', count=l.errors)
     def times(ms): return dict(zip(named(SHARES), ms))
     return dict(
         concurrency=l.concurrency, requests=l.requests,
         errors=[failed] if l.errors else [],
         seconds=l.seconds, input_tokens=read, output_tokens=l.tokens,
-        output_token_throughput=l.rate, input_token_throughput=read/l.seconds,
+        output_token_throughput=l.tokens/l.seconds, input_token_throughput=read/l.seconds,
         request_throughput=good/l.seconds,
         time_to_first_token_ms=times(l.first_ms),
         inter_token_latency_ms=times(l.between_ms))
@@ -229,15 +251,13 @@ def of_throughput(path, d)->list[Measurement]:
     t = checked(_Throughput, path, d)
     found = {}
     for l in t.loads:
-        found.setdefault((l.way,l.prompts), []).append(_run_of(l, t.plan))
+        found.setdefault((l.way,l.prompts), []).append(_run_of(l, t.plan.prompt))
     own = [_one_way(t, *k, runs) for k,runs in found.items()]
     return [checked(Measurement, path, d) for d in own]
 
-_ASKED = 'requests','prompt','tokens','seed' # What a plan says of the load
-
 def _one_way(t, way, prompts, runs)->dict:
     "The rounds of one way and one kind of prompts"
-    load = {k: getattr(t.plan, k) for k in _ASKED}
+    load = t.plan.model_dump()
     version = str(t.versions.get('atlas'))
     server = dict(engine='Atlas', version=version, model=t.model, machine=t.machine)
     return dict(

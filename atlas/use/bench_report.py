@@ -53,6 +53,11 @@ def _row(r)->str:
     goodput = '' if r['goodput'] is None else f'  goodput {r["goodput"]:.3g}/s'
     return f'{level!s:24}{r["requests"]:8}{rates}{spans}{goodput}'.rstrip()
 
+def _told(e)->str:
+    "What an error or a doubt says, on one line: a proxy's page of HTML has many"
+    printed = [c if c.isprintable() else ' ' for c in e['error']]
+    return ' '.join(''.join(printed).split())
+
 @patch
 def remarks(self:ServeReport)->list[str]:
     "What is to be said of all runs together"
@@ -76,8 +81,8 @@ def __str__(self:ServeReport):
         f'  {"first token":20}  {"between tokens":20}  all of it']
     for r in self.runs:
         rows.append(_row(r))
-        rows += [f'  {e["count"]} failed: {e["error"]}' for e in r['errors'][:3]]
-        rows += [f'  {e["count"]}: {e["error"]}' for e in r['doubts'][:3]]
+        rows += [f'  {e["count"]} failed: {_told(e)}' for e in r['errors'][:3]]
+        rows += [f'  {e["count"]}: {_told(e)}' for e in r['doubts'][:3]]
     return '\n'.join(rows+self.remarks())
 
 # %% ../../nbs/8_use/17_bench_report.ipynb #3fe0c672

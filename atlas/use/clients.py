@@ -11,6 +11,7 @@ __all__ = ['KEY', 'CLIENTS', 'AGENTS', 'ROOM', 'ClientError', 'ServerModel', 'he
 # %% ../../nbs/8_use/03_clients.ipynb #97a5356e
 import hashlib,json,os,shlex,shutil,ssl,sys
 from dataclasses import dataclass,field,replace
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError,URLError
 from urllib.parse import urlsplit
@@ -49,13 +50,27 @@ def direct(url:str)->dict[str,str]:
 # %% ../../nbs/8_use/03_clients.ipynb #c4530584
 def address(url:str)->str:
     "A server's address without a slash or /v1 at its end; a `ClientError` for what is none"
-    url = url.rstrip('/').removesuffix('/v1')
-    if url.startswith(('http://','https://')):
+    url = url.strip().rstrip('/').removesuffix('/v1')
+    if url.startswith(('http://','https://')) and _names_host(url):
         return url
     raise ClientError(f'{url[:200]!r} is no address of a server', hint='Use http://HOST:PORT')
 
+def _names_host(url)->bool:
+    "Does this have a host that can be looked up, and a port that is a number, if any?"
+    try:
+        at = urlsplit(url)
+        at.port  # a ValueError where it is no number
+        (at.hostname or '').encode('idna')
+    except ValueError:
+        return False
+    return bool(at.hostname) and url.isprintable() and ' ' not in url
+
 def _headers(key)->dict:
     "Of a request with JSON"
+    if key and not (key.isascii() and key.isprintable()):
+        raise ClientError(
+            'The API key has characters that a header cannot have',
+            hint='Give one of ASCII, without a line break')
     keys = dict(Authorization=f'Bearer {key}') if key else {}
     return {'Content-Type':'application/json'}|keys
 
@@ -77,7 +92,7 @@ def ask(
         raise _refused(url, key, e) from None
     except (URLError,OSError) as e:
         raise _unreachable(url, e) from None
-    except ValueError:
+    except (ValueError,HTTPException): # no JSON, or no HTTP
         raise _stranger(url) from None
 
 # %% ../../nbs/8_use/03_clients.ipynb #06b198e0
@@ -107,6 +122,17 @@ def _refused(url, key, e):
     return ClientError(said or f'The server at {url} answers {e.code}')
 
 # %% ../../nbs/8_use/03_clients.ipynb #6f56dbdd
+def _listed(url, key, seconds)->dict:
+    "What a server's list says of each model, by name"
+    try:
+        data = ask(url, '/v1/models', key, seconds=seconds)['data']
+    except (KeyError,TypeError):
+        raise _stranger(url) from None
+    if not isinstance(data, list|None): # some say null where they have none
+        raise _stranger(url)
+    models = [m for m in data or () if isinstance(m, dict)]
+    return {m['id']: m for m in models if isinstance(m.get('id'), str)}
+
 def find_server(
     url:str='http://127.0.0.1:8888',
     model:str|None=None, # None: the first it has
@@ -115,13 +141,7 @@ def find_server(
 )->ServerModel:
     "Ask a server for its models; says what is wrong if it does not answer"
     url = address(url)
-    try:
-        data = ask(url, '/v1/models', key, seconds=seconds)['data']
-    except (KeyError,TypeError):
-        raise _stranger(url) from None
-    names = {
-        m['id']:m for m in data
-        if isinstance(m, dict) and isinstance(m.get('id'), str)}
+    names = _listed(url, key, seconds)
     if not names:
         raise ClientError(f'The server at {url} has no model')
     if model is not None and model not in names:
@@ -150,7 +170,8 @@ def _answer(context):
     return max(1, min(32000, context//4))
 
 def _codex(s, d):
-    q = json.dumps  # a JSON string is a TOML string
+    # A JSON string is a TOML string, but for the pairs of escapes of an emoji
+    def q(v): return json.dumps(v, ensure_ascii=False)
     text = f'model = {q(s.model)}\nmodel_provider = "atlas"\n' + (
         f'model_context_window = {s.context}\n' if s.context else '')
     text += f'\n[model_providers.atlas]\nname = "Atlas"\nbase_url = {q(s.url+"/v1")}\n'
@@ -353,6 +374,11 @@ def _written(s:Setup, args)->str:
     files = [f'# {f} is written' for f in s.files]
     return '\n'.join([*files, shown(replace(s, files={}), args)])
 
+def _installed(s:Setup):
+    "Refuse to start a program that is not there"
+    if not shutil.which(s.command[0]):
+        raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
+
 def launch(
     client:str, # One of `CLIENTS`
     args=(), # Further words for its command line
@@ -372,8 +398,8 @@ def launch(
     s = setup(client, served)
     if show:
         return print(shown(s, args))
-    if start and not shutil.which(s.command[0]):
-        raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
+    if start:
+        _installed(s)
     write(s.files, confirm)
     if start:
         return _start(s, args, become)
