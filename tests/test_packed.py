@@ -327,6 +327,13 @@ def test_filled_in_place(file):
         with pytest.raises(CheckpointError):
             reload(p, bad)
 
+def test_what_else_there_is_to_say_is_a_dict(tmp_path):
+    "A list was written to a file that nobody could open again"
+    for meta in ([1], 'of 2026', 3):
+        with pytest.raises(RequestError, match='expected a dict'):
+            save_dict(tmp_path/'f', dict(a=np.zeros(4)), meta)
+    assert not list(tmp_path.iterdir())
+
 @pytest.mark.parametrize('room', [
     np.zeros((2,3)).T, np.zeros((3,5))[:,:2], np.broadcast_to(np.zeros(2), (3,2))])
 def test_what_cannot_be_filled(tmp_path, room):

@@ -397,8 +397,8 @@ def _shares(card, blocks, pieces, many, rows, window):
 
 def _drawing(card, blocks, pieces, room, beside):
     """`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets. Where
-    they come `beside` the product before, a fifth more than multiprocessors: if all had come, those
-    of attn_merge would follow at once, and be in the way"""
+    they come `beside` the product before, a fifth more than multiprocessors: if all could come,
+    those of attn_merge would follow at once"""
     each = max(1, _usable(card)//blocks) # a block on each multiprocessor
     enough = 6*each//5 if beside else 1
     runs = min(max(pieces, enough), max(1, room//blocks))

@@ -263,6 +263,8 @@ def layout_of(
     for name,a in arrays.items():
         e = entries[name] = _entry(name, _typed(name, a), a.shape, at)
         at += _up(e.nbytes)
+    if not isinstance(meta, dict|None):
+        raise RequestError(f'meta is {type(meta).__name__}, expected a dict', param='meta')
     described = {n: e.described() for n,e in entries.items()}
     said = dict(arrays=described, objects=objects or {}, meta=meta or {})
     return Layout(entries, said['objects'], said['meta'], _text(said))
