@@ -1,6 +1,7 @@
 """The kernels of whole models, on the emulator: every family and format against the host, rows
 that do not notice each other, and the engine's step."""
-import numpy as np,pytest
+import gc,numpy as np,pytest,weakref
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
-from atlas.card import card as card_calls
+from atlas.card import card as card_calls,graph
 from atlas.card.launch import recording
 from atlas.model.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
@@ -694,3 +695,19 @@ def test_no_memory_while_rows_are_placed(monkeypatch):
     assert got['late'].finish=='error'
     for i in ('r0','r1'):
         assert got[i]==want[i]
+
+def test_what_was_captured_stays(monkeypatch):
+    "A kernel that only a captured function knows is there as long as what launches it again"
+    launched = []
+    @contextmanager
+    def capturing(stream):
+        yield SimpleNamespace(graph=SimpleNamespace(launch=launched.append))
+    monkeypatch.setattr(graph, 'capturing', capturing)
+    kernel = partial(int)
+    known = weakref.ref(kernel)
+    raw = SimpleNamespace(synchronize=lambda: None)
+    again = graph.CudaStream.captured(SimpleNamespace(raw=raw), partial(id, kernel))
+    del kernel
+    gc.collect()
+    again()
+    assert known() and launched==[raw]

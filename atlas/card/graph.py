@@ -194,12 +194,14 @@ def own_stream(self:Cuda, room:Region|None=None)->CudaStream:
 # %% ../../nbs/2_card/06_graph.ipynb #f64015f0
 @patch
 def captured(self:CudaStream, f):
-    "A function that does again, and waits for, what `f()` launches"
+    """A function that does again, and waits for, what `f()` launches; it keeps `f`, and with it
+    the kernels that only `f` knows"""
     with capturing(self.raw) as c:
         f()
     def again():
         c.graph.launch(self.raw)
         self.raw.synchronize()
+    again.launched = f
     return again
 
 @patch

@@ -1,6 +1,6 @@
 """The demo model on the card against the host, over a page of text: Kullback-Leibler divergence of
-each position's prediction, by prefill and by steps of eight rows, greedy continuations, and how
-fast it decodes.
+each position's prediction, by prefill and by steps of eight rows, greedy continuations, how fast
+it decodes, and a step's timeline.
 
 python tests/gpu/demo.py [--emulator] [--model demo or a file] [--pieces FOLDER] [--tokens 400]
 [--answer 64]
@@ -16,6 +16,7 @@ from toys import arguments,verdict
 from atlas.use.bench_decode import measure
 from atlas.engine.cache import KVCache
 from atlas.use.llm import LLM
+from atlas.use.timeline import timeline
 from atlas.model.model import Piece,make_batch
 from atlas.ops.sample import SamplingParams
 
@@ -156,6 +157,10 @@ def compare(a):
         say(f'{speed:,.0f} tokens a second')
         if not a.emulator and speed<1000:
             bad.append(f'{speed:.0f} tokens a second')
+        spans = timeline(card, replays=3).spans
+        say(f'a step of {len(spans)} launches with stamps')
+        if not spans:
+            bad.append('a timeline without launches')
     return bad,(
         f'{len(ids)} positions; {same} greedy tokens the same; {speed:,.0f} tokens a second')
 
