@@ -100,9 +100,9 @@ constexpr int I = INNER;
 constexpr int E = EXPERTS;
 constexpr int PICKS = TOP_K + SHARED;
 constexpr int THREADS = 32 * WARPS;
-// When is the next launch let in, which finds no room before anyway? When all weights have been
-// asked for, or, of one row, at the end; else at once.
-constexpr bool LATE = ROWS > 2, LAST = ROWS == 1 && !ROUNDS;
+// When is the next launch let in, which finds no room before anyway? Of several rows when all
+// weights have been asked for; of one short row at the end, of a long one at once.
+constexpr bool LATE = ROWS > 1, LAST = ROWS == 1 && !ROUNDS;
 constexpr int N = (E + 31) / 32;
 constexpr int WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;

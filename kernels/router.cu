@@ -218,9 +218,10 @@ __device__ __forceinline__ void write(
     }
 }
 
-// Of one row, a launch that has a shared expert to ask for comes when the router has what it needs.
+// Of few rows, a launch that has a shared expert to ask for comes when the router has what it
+// needs.
 __device__ __forceinline__ bool comes_late(int n) {
-    return ROWS == 1 && !READY && n > EXPERTS;
+    return !READY && n > EXPERTS;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(

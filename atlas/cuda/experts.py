@@ -171,11 +171,19 @@ def _most_warps(d, up, down)->int:
         return 16
     return 20 if scales>=4 else 24
 
-def _warps(d, up, down, blocks):
+def _of_several(d, rows, up, most):
+    """How many warps to try for several rows: of two or three short ones so few that a block of the
+    router finds room beside them, of four so many that they need fewer rounds"""
+    usual = range(min(20, most), 11, -4)
+    if d['ROWS']>4 or _rounds(d, up, 1):
+        return usual
+    return [min(24 if rows==4 else 16, most),*usual]
+
+def _warps(d, rows, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
     most = _most_warps(d, up, down)
     if d['ROWS']>1:
-        return range(min(20, most), 11, -4)
+        return _of_several(d, rows, up, most)
     def rounds(w):
         units = _pieces(d|dict(WARPS=w), up, down, blocks)
         return sum(units),w
@@ -263,9 +271,9 @@ def _options(mix:Mixture)->dict:
         NORM=int(mix.gain is not None),
         ACT=_ACTS[mix.act])|mix.picking
 
-def _planned(card, d, up, down, blocks):
-    "`d` with warps and places for `d['ROWS']` rows; None where a block has no room"
-    warps,rooms = _warps(d, up, down, blocks),_rooms(card)
+def _planned(card, d, rows, up, down, blocks):
+    "`d` with warps and places for so many of its `ROWS`; None where a block has no room"
+    warps,rooms = _warps(d, rows, up, down, blocks),_rooms(card)
     tries = [(w,room) for w in warps for room in rooms]
     # one row: rather fewer warps than no block of the router beside them; and rather fewer
     # than none whose next unit is under way
@@ -288,7 +296,7 @@ def _plan(card, mix:Mixture, rows, blocks)->tuple[dict,int]:
         strips = r*mix.picks*_ceil(up.rows, 16)
         n = min(blocks, max(strips, H//16))
         d = _options(mix)|_of_rows(card, mix, r, n)
-        if found := _planned(card, d, up, down, n):
+        if found := _planned(card, d, min(rows, r), up, down, n):
             return found,n
     said = f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has'
     raise AtlasError(said)
@@ -347,7 +355,7 @@ def _most(card, asked)->int:
     return asked or n
 
 # Of the next matrix: what memory gives before the next launch asks for itself
-_AHEAD = .6 # One row has time for all of it
+_AHEAD = .4 # One row has time for all of it
 
 def _asked(p, card, rows):
     "Of the matrix `p`: weights, scales, and how many sixteens of bytes of each are asked for"

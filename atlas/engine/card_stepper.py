@@ -1149,7 +1149,7 @@ def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
     """Rows and numbers of sequences that replays differ in, and where they begin; none ends beyond
     `longest`"""
     s,rows = self.scheduler,self.replay_rows
-    few = [(k,) for k in (1,2,4,rows)]
+    few = [(k,) for k in (1,2,3,4,rows)]
     most = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
     many = [most, *(1<<i for i in range(most.bit_length()))]  # as products are shared out
     def start(seqs):
