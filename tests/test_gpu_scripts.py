@@ -1,6 +1,6 @@
 """The scripts for a card, without one: each has something tiny to do on the emulator, so that none
 of them arrives at a card and does not start."""
-import os,subprocess,sys
+import os,shutil,subprocess,sys
 from pathlib import Path
 import pytest
 from atlas.card.emulator import find_cxx
@@ -36,7 +36,8 @@ SCRIPTS = [
     ('many', ['--part','chunks']),
     ('aloft', []),
     ('parts', []),
-    ('footprints', ['--only','llama','--kv','f16','--pieces','32'])]
+    ('footprints', ['--only','llama','--kv','f16','--pieces','32']),
+    ('choices', ['--rounds','1','--choices','router:ROWS=2:ROWS=1'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):
@@ -67,3 +68,16 @@ assert eager.one('llama', True)
 '''
     r = python('-c', code, cwd=ROOT)
     assert r.returncode==0, r.stdout+r.stderr
+
+def test_a_choice_that_says_something_else(tmp_path):
+    "Sources with a mistake are told from those that are there"
+    shutil.copytree(ROOT/'kernels', tmp_path, dirs_exist_ok=True)
+    router = tmp_path/'router.cu'
+    right = 'logits[(size_t)t * ld + r] = s + more;'
+    text = router.read_text()
+    assert text.count(right)==1
+    router.write_text(text.replace(right, right.replace('s + more', 'more - s')))
+    script = ROOT/'tests'/'gpu'/'choices.py'
+    choice = f'router::@{tmp_path}'
+    r = python(script, '--emulator', '--rounds', '1', '--choices', choice)
+    assert r.returncode==1 and 'other tokens' in r.stdout, r.stdout+r.stderr

@@ -171,13 +171,15 @@ def _most_warps(d, up, down)->int:
         return 16
     return 20 if scales>=4 else 24
 
+# Of a few short rows: so few that a block of the router finds room beside them, or fewer rounds
+_WARPS = {2:16, 3:16, 4:24}
+
 def _of_several(d, rows, up, most):
-    """How many warps to try for several rows: of two or three short ones so few that a block of the
-    router finds room beside them, of four so many that they need fewer rounds"""
+    "How many warps to try for several rows"
     usual = range(min(20, most), 11, -4)
     if d['ROWS']>4 or _rounds(d, up, 1):
         return usual
-    return [min(24 if rows==4 else 16, most),*usual]
+    return [min(_WARPS[rows], most),*usual]
 
 def _warps(d, rows, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
