@@ -289,8 +289,13 @@ def watcher(
     notify=(), # Addresses of people, beside those in `entry`
     **kw, # For `Watcher`
 )->Watcher:
-    "A `Watcher` of all that; a `WatchError` where there is nothing"
+    """A `Watcher` of all that; a `WatchError` where there is nothing, or an endpoint has the name
+    of the server, whose key it would be given"""
     endpoints = dict(entry.endpoints) if entry else {}
+    if 'atlas' in endpoints:
+        raise WatchError(
+            'An endpoint is called atlas, as the server itself is',
+            hint='Give it another name under watch')
     if server:
         endpoints['atlas'] = server_health(server)
     if not endpoints and not kw.get('models'):
