@@ -143,9 +143,9 @@ def _in_hand(card, rows, seqs, blocks)->dict:
     "How many rows of a sequence are in hand at once, and blocks of a multiprocessor"
     if rows<=seqs or blocks>_FEW:
         return dict(ROWS=1, RESIDENT=4)
-    # drafts of few sequences: such that a block finds room beside the product before it, or, where
-    # there are more blocks than multiprocessors, with registers for all that they ask for
-    if blocks<=card.multiprocessors:
+    # drafts of one sequence: such that a block finds room beside the product before it; of several,
+    # or where there are more blocks than multiprocessors, with registers for all that they ask for
+    if seqs==1 and blocks<=card.multiprocessors:
         return dict(ROWS=2 if rows<=2*seqs else 4, RESIDENT=4)
     return dict(ROWS=4, RESIDENT=2)
 
@@ -154,9 +154,10 @@ def _launch_step(card, kh, seqs, args, how):
     vh = args.rec.shape[1]
     dv = how['DV']
     blocks = vh*dv//32*seqs
-    # one on a multiprocessor where that is enough: the launch after this one finds room beside it
-    room = limits(card).third if blocks<=card.multiprocessors else 0
     of = _in_hand(card, args.rows, seqs, blocks)
+    # one on a multiprocessor where that is enough: the launch after this one finds room beside it
+    alone = blocks<=card.multiprocessors and of['RESIDENT']==4
+    room = limits(card).third if alone else 0
     grid = vh//kh*dv//32,kh,seqs
     run('delta_step', grid, 160, *args, shared=room, **of, **how)
 
