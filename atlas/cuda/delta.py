@@ -146,7 +146,7 @@ def _in_hand(card, rows, seqs, blocks)->dict:
     # drafts of one sequence: such that a block finds room beside the product before it; of several,
     # or where there are more blocks than multiprocessors, with registers for all that they ask for
     if seqs==1 and blocks<=card.multiprocessors:
-        return dict(ROWS=2 if rows<=2*seqs else 4, RESIDENT=4)
+        return dict(ROWS=2 if rows==2 else 4, RESIDENT=4)
     return dict(ROWS=4, RESIDENT=2)
 
 def _launch_step(card, kh, seqs, args, how):
