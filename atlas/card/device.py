@@ -184,6 +184,11 @@ def usable(self:Device)->int:
     "Multiprocessors that this thread's launches are for: those of the card, or of a part"
     return _here.usable.get(self.name, self.multiprocessors)
 
+@patch(as_prop=True)
+def on_part(self:Device)->bool:
+    "Are they for a part?"
+    return self.usable<self.multiprocessors
+
 @patch
 @contextmanager
 def using(self:Device, n:int):

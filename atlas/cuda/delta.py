@@ -71,9 +71,10 @@ def _room(dk, dv):
 
 def _beside(card, vh, dk, dv, seqs):
     "Blocks of `delta_wide` that share a head's sequences; 0: the step is one for `delta_step`"
-    if seqs<_WIDE or _room(dk, dv)>limits(card).block:
+    few = seqs<_WIDE and not card.on_part
+    if few or _room(dk, dv)>limits(card).block:
         return 0
-    n = min(seqs, max(1, card.multiprocessors//vh))
+    n = min(seqs, max(1, card.usable//vh))
     return n if -(-seqs//n)<=_MOST else 0
 
 def _leaves(then, vh, dv):

@@ -377,14 +377,14 @@ def _at_once(card, mix, rows:MoERows, y, blocks, d):
     words,h,picked = _words(card, R, mix.picks, width, mix.m.top_k)
     ready = card.empty(_ready(R, H), 'uint8')
     after = Emptied(words, mix.gain, up.format.name in CROSSED, ready)
-    logits,_ = _logits(x, mix, card.multiprocessors, after)
+    logits,_ = _logits(x, mix, card.usable, after)
     routes,hidden = (rows.ids,rows.weights),(h,picked)
     return _both(mix, logits, routes, ready, hidden, y, blocks, d)
 
 def _in_turn(card, mix, rows:MoERows, y, blocks, u, d):
     "Router, list of slots, one half and the other"
     h = card.empty((len(y),_ceil(mix.down.k, 4)*4))
-    logits,met = _logits(rows.x, mix, card.multiprocessors)
+    logits,met = _logits(rows.x, mix, card.usable)
     routes = rows.ids,rows.weights
     share,slots = _slots(logits, mix, *routes, u['ENTRIES'], met)
     blocks = blocks or card.usable

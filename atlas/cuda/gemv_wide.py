@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 from ..card.card import Limits,card_of,limits,run
 from ..ground.core import ConfigError
-from .gemv import Fused,_ACT,_ceil,_dealt,_extra_blocks,_norm_of,gemv,plan
+from .gemv import Fused,_ACT,_ceil,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
@@ -38,11 +38,6 @@ class Tiling:
     def warps(self)->int:
         "Warps of a block"
         return self.down*self.along
-
-    def among(self, blocks:int, n:int)->'Tiling':
-        "The same for at most so many blocks, and `n` rows of W"
-        blocks,span = _dealt(n, self.strips*self.down, blocks)
-        return replace(self, blocks=blocks, span=span)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b956c28c
 def _tile_bytes(f, cores=False):
@@ -295,16 +290,16 @@ class _WideProduct:
     def __init__(self, card, w, extra, rows):
         f,sms = w.format,card.multiprocessors
         self.card,self.w,self.extra = card,w,extra
-        more = _extra_blocks(w, extra, sms)
+        more = beside = _extra_blocks(w, extra, sms)
+        # As on the whole card: bits depend on it
         self.W,self.split,*_ = plan(f, w.rows, w.k, sms-more)
-        shape = f,w.rows,w.k,sms,self.split
-        self.o = tiling(limits(card), *shape, alike(rows), more)
+        if card.on_part: # Blocks for the extra rows come when others have gone
+            more,beside = _extra_blocks(w, extra, card.usable),0
+        shape = f,w.rows,w.k,card.usable,self.split
+        self.o = tiling(limits(card), *shape, alike(rows), beside)
         self.groups = _ceil(rows, 8*self.o.tiles)
         # Blocks for the extra rows, of those that have the same rows of x
         self.more = _ceil(more, self.groups)
-        self.mine,self.mores = self.o,self.more # The same for a part of the card
-        if card.usable<sms:
-            self._deal(card.usable)
         self.tiles = self.groups*self.o.tiles
         self.opts = self._options()
 
@@ -316,12 +311,6 @@ class _WideProduct:
         if self.extra:
             opts['EXTRA'] = f'fragment_{self.extra.format.name}'
         return opts
-
-    def _deal(self, part):
-        "Have as many blocks as `part` of the multiprocessors run at once"
-        self.mores = _ceil(_extra_blocks(self.w, self.extra, part), self.groups)
-        blocks = max(1, part//self.groups-self.mores)
-        self.mine = self.o.among(blocks, self.w.rows)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #6a8eafae
 EARLY_ROWS = 64 # Made of what experts found: for more, blocks come when these have ended
@@ -437,15 +426,15 @@ def _fused(self:_WideProduct, g:Fused, norm)->dict:
 @patch
 def __call__(self:_WideProduct, x, g:Fused, norm, out, best=None):
     "Launch `gemv_wide`; `x` as `halves` gives it, results to `out` or their keys to `best`"
-    w,mine = self.w,self.mine
+    w,o = self.w,self.o
     opts,shared = self.variant(g, norm, best is not None)
     R,width = (best if out is None else out).shape
-    grid = mine.blocks+self.mores,self.groups
-    run('gemv_wide', grid, 32*self.o.warps,
+    grid = o.blocks+self.more,self.groups
+    run('gemv_wide', grid, 32*o.warps,
         *w.raw, w.gs, g.extra_rows, *x,
         g.bias, g.logits, g.add, out, best, *g.scalars,
         R, w.n, g.more, *g.gate_at, width,
-        mine.blocks, mine.span, self.tiles,
+        o.blocks, o.span, self.tiles,
         shared=shared, **opts)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
@@ -505,7 +494,7 @@ def best_logits(
     g = Fused(gain, eps, bias=bias, cap=cap)
     norm = _norm_of(gain, None, 0)
     tiles = p.tiles_of(x, gain, eps, None, norm)
-    best = card.empty((len(x),p.mine.blocks), 'int64')
+    best = card.empty((len(x),p.o.blocks), 'int64')
     p(tiles, g, norm, None, best)
     return Best(best, w.n)
 

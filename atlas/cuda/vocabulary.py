@@ -88,9 +88,9 @@ def norm_add(
     return out
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #7683ecb1
-def _staged_once(rows, k)->bool:
+def _staged_once(card, rows, k)->bool:
     "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
-    if rows>MAX_ROWS:
+    if rows>MAX_ROWS or card.on_part:
         return True
     if rows>MAX_ROWS//2:
         return k>=2048
@@ -99,7 +99,7 @@ def _staged_once(rows, k)->bool:
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
-    if isinstance(x, Prepared) or _staged_once(len(x), w.k):
+    if isinstance(x, Prepared) or _staged_once(card_of(w.w), len(x), w.k):
         return gemv_wide(x, w, **kw)
     return gemv(x, w, **kw)
 
@@ -172,7 +172,7 @@ def greedy_logits(x, w, norm=None, cap:float|None=None):
     how = dict(bias=w.bias, cap=cap)
     if norm is not None:
         how |= norm._asdict()
-    if isinstance(x, Prepared) or _staged_once(len(x), w.weight.k):
+    if isinstance(x, Prepared) or _staged_once(card_of(w.weight.w), len(x), w.weight.k):
         best = best_logits(x, w.weight, **how)
         return logits(x, w, norm, cap) if best is None else best
     return Best(largest(x, w.weight, **how), w.weight.n)
@@ -208,7 +208,7 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
     if s.b.tiled:
         return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
-    once = w.then is not None and _staged_once(len(x), w.then.k)
+    once = w.then is not None and _staged_once(card_of(rec), len(x), w.then.k)
     out = delta_step(*args, then=w.then if once else None, eps=w.eps)
     if isinstance(out, Prepared):
         return out,None
@@ -237,7 +237,7 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 def _moe_of(rows, mix:Mixture):
     "What multiplies the experts of so many rows; both give a row the same bits"
     card = card_of(mix.up.w)
-    if rows>MAX_ROWS or card.usable<card.multiprocessors:
+    if rows>MAX_ROWS or card.on_part:
         return moe_wide # whose kernel is one for any number of blocks
     if rows<=MAX_ROWS//2:
         return moe_rows

@@ -55,8 +55,8 @@ def pairs(text)->dict:
 
 def part(word):
     "A `Swap` or a `Constant`"
-    if word.count(':')<2:
-        name,value = word.split('=', 1)
+    name,_,value = word.partition('=')
+    if ':' not in name:
         module,_,name = name.rpartition('.')
         return Constant(import_module(module), name, literal_eval(value))
     kernel,where,what = word.split(':')

@@ -11,6 +11,7 @@ import numpy as np
 from atlas.card.card import card_of
 from atlas.card.graph import Graph
 from atlas.cuda.sample import sample_rows
+from atlas.engine import card_stepper
 from atlas.engine.card_stepper import PromptShape,StepShape
 from atlas.ops.linear import TILE
 from atlas.use.bench_decode import _blank,pretend
@@ -145,7 +146,7 @@ class Times:
     each:float # A step beside it
 
     @classmethod
-    def of(cls, b, alone, step, own, mine, each, rounds=5):
+    def of(cls, b, alone, step, own, mine, each, rounds=9):
         "Of graphs and their streams"
         (c,stream) = alone
         rows = []
@@ -166,10 +167,10 @@ class Times:
             f'beside {beside:.2f}, every {self.each:.2f} ms')
 
     def more(self, plain)->float:
-        "Plain steps that each of those beside costs"
-        return (
-            (np.median(self.beside)-np.median(self.alone))
-            /max(self.count, 1)/plain)
+        "Plain steps that each beside costs, if as many go on as the chunk has time for"
+        longer = np.median(self.beside)-np.median(self.alone)
+        steps = np.median(self.beside)/self.each
+        return longer/steps/plain
 
 def on_parts(b:Beside)->list:
     "Times of steps and chunks; faults"
@@ -177,7 +178,7 @@ def on_parts(b:Beside)->list:
     alone,first = stream(non_blocking=True),stream(non_blocking=True, priority=-5)
     chunks = {n: b.chunk(n, alone) for n in s.chunks}
     step = b.step(first)
-    say(f'{len(b.seqs)} sequences: a plain step {b.each(step):.2f} ms')
+    say(f'{len(b.seqs)} sequences: a plain step {b.each(step):.3f} ms')
     for k in s.parts:
         bad += on_part(b, k, step, chunks)
     return bad
@@ -237,6 +238,7 @@ if __name__=='__main__':
     for k in asked:
         if given := getattr(o, k):
             setattr(s, k, tuple(map(int, given.split(','))))
+    card_stepper.LONG = 1<<20  # a graph is recorded although answers wait
     llm = engine(s, o.emulator)
     for n in s.seqs:
         pretend(llm, n, s.behind, s.bound-s.behind-1)
