@@ -284,7 +284,7 @@ def test_scales_of_activations_and_caches_change_nothing(tmp_path, name, pattern
 def test_of_the_head_that_drafts(name):
     "It sees the model's rows after their last norm; several engines gave it those before"
     r = refs[name]
-    one,*_ = mtp(name, see=Run.stream)
+    one,*_ = mtp(name, normed=False)
     far(one[r['rows']], r['mtp_logits'])
 
 def narrower(assistant):

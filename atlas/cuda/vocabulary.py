@@ -340,25 +340,36 @@ def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     return f(s, x, w, norm, add, router_gain)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bc5e7516
-def beside(a, b, norm_a=None, norm_b=None):
-    "Rows `a` [R, n] and `b` [R, m] side by side, each normed by its `Norm` if it has one: [R, n+m]"
+def beside(a, b, norm_a=None, norm_b=None, first=None):
+    """Rows `a` [R, n] and `b` [R, m] side by side, each normed by its `Norm` if it has one: [R, n+m]
+
+    `first`: the `Norm` of `b` before that."""
     (R,n),m = a.shape,b.shape[1]
     out = card_of(a).empty((R,n+m))
-    wa,ea = norm_a or (None,0.)
-    wb,eb = norm_b or (None,0.)
+    if norm_b is None:
+        norm_b,first = first,None
+    nothing = None,0.
+    wa,ea = norm_a or nothing
+    wb,eb = norm_b or nothing
+    wf,ef = first or nothing
     run('beside', (2,R), 256,
-        a, b, wa, wb, out,
-        float(ea), float(eb), n, m)
+        a, b, wa, wb, wf, out,
+        float(ea), float(eb), float(ef), n, m)
     return out
 
-def pick(x, rows):
-    "Rows `rows` [S] of `x` [R, n], zeros for -1: [S, n]"
-    (R,n),S = x.shape,len(rows)
-    out = card_of(x).empty((S,n))
-    blocks = -(-n//1024)
+def pick(x, rows, also=None):
+    """Rows `rows` [S] of `x` [R, n], zeros for -1: [S, n]
+
+    With `also` [R, m] those of both: [S, n], [S, m]."""
+    card,(R,n),S = card_of(x),x.shape,len(rows)
+    out,more,m = card.empty((S,n)),None,0
+    if also is not None:
+        m = also.shape[1]
+        more = card.empty((S,m))
+    blocks = -(-n//1024)-(-m//1024)
     run('pick_rows', (blocks,S), 256,
-        rows, x, out, R, n)
-    return out
+        rows, x, also, out, more, R, n, m)
+    return out if also is None else (out,more)
 
 def likeliest(logits, names=None, out=None):
     "The token of each row's largest logit, or `names` of its column: [S], -2 if one is not finite"

@@ -687,17 +687,16 @@ def _verify(self:CardStepper, shape):
     sample_rows(logits, self.table, r.said, r.lanes,
         **how, width=shape.width, given=r.ids)
     accept_rows(r, self.table, shape.full, self.chances, self.history)
-    h = self.drafter.see(b, x, r.said)
-    next_rows(r, self._propose(shape, h, r.last))
+    drafts = shape.width>1
+    h = self.drafter.see(b, x, r.said, r.last if drafts else None)
+    next_rows(r, self._propose(shape, h) if drafts else None)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #ced86393
 @patch
-def _propose(self:CardStepper, shape, h, last):
-    "Drafts of what comes next, [K, S]; None where a step checks none"
-    if shape.width==1:
-        return None
+def _propose(self:CardStepper, shape, h):
+    "Drafts of what comes next, [K, S]"
     ends = CardEnds(self.rows, shape.seqs, shape.longest, self.history)
-    self.drafter.propose(h, last, ends, shape.width-1)
+    self.drafter.propose(h, ends, shape.width-1)
     return ends.drafts
 
 @patch
@@ -1088,10 +1087,10 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
 @patch
 def _try_drafts(self:CardStepper, b, x):
     "Draft after the prompts of `b`, which are over"
-    h = self.drafter.see(b, x, b.ids)
+    h = self.drafter.see(b, x, b.ids, b.out)
     end = End(0, 0, 0, [0], 0, [0]*8)
     where = Ends([end]*b.num_seqs, self.cache, self.card)
-    self.drafter.propose(h, b.out, where, self.scheduler.drafts)
+    self.drafter.propose(h, where, self.scheduler.drafts)
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #5ed2513d
 @patch

@@ -135,12 +135,12 @@ class Drafter:
         b:Batch, # A pass over prompts or over rows
         x, # [R, H]: the target's stream after its last layer
         then, # [R] int32: the token after each; any token where that is not known yet
-    ): # [R, n] or None: what `propose` wants of each row
+        last=None, # [S] int32: rows that said the newest tokens; None: nobody asks for drafts
+    ): # [S, n] or None: what `propose` wants of these
         "Take in what the target has computed; rows that did not count are written over later"
 
     def propose(self,
         h, # As `see` returned it
-        last, # [S] int32: rows of `h` that said the newest tokens
         ends:DraftInput,
         k:int, # How many; at most `self.k`
         tap=None, # Sees the logits [S, vocab] of each draft
@@ -174,19 +174,20 @@ class MTPDrafter(Drafter):
             raise UnsupportedError(f'{target!r} has no drafting head', hint=hint)
         self._cache = cache
 
-    def see(self, b, x, then):
+    def see(self, b, x, then, last=None):
         m = self.target
-        rows = replace(b, ids=then, patches=None)
-        return m.mtp(m, rows, m.final(x), self._cache)
+        pairs = replace(b, ids=then, patches=None)
+        args = m,pairs,x,m.last_norm,self._cache
+        return m.mtp.keep(*args) if last is None else m.mtp(*args, last)
 
-    def propose(self, h, last, ends, k, tap=None):
+    def propose(self, h, ends, k, tap=None):
         m,out = self.target,[]
-        h = m.ops.pick(h, last)
+        norm = m.mtp.last_norm
         for i in range(k):
             if i:
                 rows = ends.rows(i-1, out[-1])
-                h = m.mtp(m, rows, h, self._cache)
-            out.append(self._likeliest(h, None, ends.out(i), tap))
+                h = m.mtp(m, rows, h, norm, self._cache)
+            out.append(self._likeliest(h, norm, ends.out(i), tap))
         return out
 
 # %% ../../nbs/5_engine/08_draft.ipynb #a5a918de
@@ -224,13 +225,13 @@ class AssistantDrafter(Drafter):
 
 # %% ../../nbs/5_engine/08_draft.ipynb #3a1e52b9
 @patch
-def see(self:AssistantDrafter, b, x, then):
-    return self.target.final(x)
+def see(self:AssistantDrafter, b, x, then, last=None):
+    t = self.target
+    return None if last is None else t.final(t.ops.pick(x, last))
 
 @patch
-def propose(self:AssistantDrafter, h, last, ends, k, tap=None):
+def propose(self:AssistantDrafter, h, ends, k, tap=None):
     a,out = self.assistant,[]
-    h = self.target.ops.pick(h, last)
     ids = ends.newest
     for i in range(k):
         rows = ends.looking(ids)
@@ -273,10 +274,10 @@ class ModelDrafter(Drafter):
         "Rows of the target as those of a model that sees no images"
         return replace(b, patches=None, pos3=None)
 
-    def see(self, b, x, then):
+    def see(self, b, x, then, last=None):
         self.model.trunk(self._own(b), self.cache)
 
-    def propose(self, h, last, ends, k, tap=None):
+    def propose(self, h, ends, k, tap=None):
         m,ids,out = self.model,ends.newest,[]
         for i in range(k):
             rows = self._own(ends.rows(i, ids))
@@ -299,7 +300,7 @@ class NgramDrafter(Drafter):
         super().__init__(target, k)
         self.least,self.most = least,most
 
-    def propose(self, h, last, ends, k, tap=None):
+    def propose(self, h, ends, k, tap=None):
         sizes = k,self.least,self.most
         look_up = self.target.ops.ngram
         return list(look_up(*ends.history, *sizes, out=ends.drafts))

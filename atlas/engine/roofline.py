@@ -61,7 +61,7 @@ class Guessing:
     c:object=None # Their model's config
     cache:object=None
     reads:tuple=() # Numbers of its layers that read keys and values
-    passes:tuple=() # Rows of each sequence, pass by pass
+    passes:tuple=() # Rows of each sequence that are multiplied with experts, pass by pass
     states:int=0 # That it reads and writes for each sequence
 
 def guessing(
@@ -75,9 +75,8 @@ def guessing(
     if d.name=='draft':
         return _other_model(d, cache, drafts)
     c = d.target.c
-    passes = (drafts+1,*[1]*(drafts-1))
     own = tuple(i for i in cache.kv if i>=c.num_layers)
-    return Guessing(d.target.mtp, c, cache, own, passes)
+    return Guessing(d.target.mtp, c, cache, own, (1,)*drafts)
 
 def _other_model(d, cache, drafts):
     "As `guessing`, where another model drafts; without a cache of its own it reads `cache`"

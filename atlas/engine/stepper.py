@@ -377,11 +377,13 @@ def _guess(self:Stepper,
 )->list[list[int]]:
     "Show a pass to the drafter, and ask it for drafts"
     ids = spread(p.pieces, p.b.tiled, then)
-    h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
-    if not (ends and k):
+    asks = bool(ends and k)
+    then = self.model.device.upload(ids)
+    h = self.drafter.see(p.b, p.x, then, last if asks else None)
+    if not asks:
         return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
-    drafts = where.lists(self.drafter.propose(h, last, where, k))
+    drafts = where.lists(self.drafter.propose(h, where, k))
     self.drafter.invalid += where.invalid
     return drafts
 

@@ -127,6 +127,14 @@ def weights(self:Attention)->AttentionWeights:
         _gain(q), _gain(k), sinks)
 
 @patch
+def attended(self:Attention, x, norm, s): # [R, heads*d]
+    "What the heads make of rows, whose keys and values are kept; arguments as for a call"
+    p = s.ops.project(s, x, self.qkv_proj, norm)  # (R, gates + queries + keys + values)
+    pool = s.cache.kv[self._i]
+    angles = s.angles[self._kind]
+    return s.ops.attend(s, p, self.weights(), pool, angles)
+
+@patch
 def __call__(self:Attention,
     x, # The stream, [R,H]
     norm:Norm|None, # Of the rows before it; None: `x` is normed
@@ -134,10 +142,7 @@ def __call__(self:Attention,
     add=None, # [R,H]: added to the result
 ): # [R,H]
     "Attend"
-    p = s.ops.project(s, x, self.qkv_proj, norm)  # (R, gates + queries + keys + values)
-    pool = s.cache.kv[self._i]
-    angles = s.angles[self._kind]
-    o = s.ops.attend(s, p, self.weights(), pool, angles)  # (R, heads*d)
+    o = self.attended(x, norm, s)
     return s.ops.project(s, o, self.o_proj, add=add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #75228b52
@@ -455,13 +460,16 @@ class Block:
 
     def norms(self)->list:
         "The norm before each of them"
-        gains = [getattr(self, h.attr+'_norm').weight for h in self._halves]
-        return [Norm(g, self._c.norm_eps) for g in gains]
+        return [self._norm(h) for h in self._halves]
+
+    def _norm(self, h):
+        "The norm before one of the halves"
+        gain = getattr(self, h.attr+'_norm').weight
+        return Norm(gain, self._c.norm_eps)
 
     def _half(self, h, x, s):
-        "The stream after one of the halves"
-        gain = getattr(self, h.attr+'_norm').weight
-        return h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
+        "The stream after it"
+        return h.layer(x, self._norm(h), s, add=x)
 
     def __call__(self, x, s):
         "The stream `x` [R,H] after this block"
@@ -489,3 +497,26 @@ def of_out(self:Block, x, s): # [n, H]
     rows,at = _tiles_with(s.b.out)
     few = replace(s, b=replace(s.b, slots=s.b.slots[rows]))
     return self._half(last, x[rows], few)[at]
+
+# %% ../../nbs/4_model/01_layers.ipynb #5d6fac0d
+@patch
+def of_rows(self:Block,
+    x, # The stream, [R,H]
+    s:Step,
+    rows, # [S] int32: whose result is wanted; -1: anything
+): # [S,H]
+    "The stream of some rows after this block, which begins with attention"
+    if s.b.tiled:
+        return s.ops.pick(self(x, s), rows)
+    mixer,*rest = self._halves
+    o,x = s.ops.pick(self.keep(x, s), rows, x)
+    x = s.ops.project(s, o, mixer.layer.o_proj, add=x)
+    for h in rest:
+        x = self._half(h, x, s)
+    return x
+
+@patch
+def keep(self:Block, x, s):
+    "Keep keys and values of the stream `x`; what its attention makes, before the last projection"
+    mixer = self._halves[0]
+    return mixer.layer.attended(x, self._norm(mixer), s)

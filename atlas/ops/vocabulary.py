@@ -336,21 +336,20 @@ def beside(
     b, # [R, m]
     norm_a=None, # `Norm` of the rows of `a`
     norm_b=None, # Of those of `b`
+    first=None, # Of those of `b`, before that
 ): # [R, n+m]
     "Rows of two arrays side by side"
-    both = []
-    for x,norm in ((a,norm_a), (b,norm_b)):
-        both.append(x if norm is None else normed(x, *norm))
-    return np.concatenate(both, -1)
+    def by(x, norm): return x if norm is None else normed(x, *norm)
+    return np.concatenate((by(a, norm_a), by(by(b, first), norm_b)), -1)
 
 def pick(
     x, # [R, n]
     rows, # [S] int32: rows of `x`; -1: zeros
-): # [S, n]
+    also=None, # [R, m]: another array, of which the same rows are wanted
+): # [S, n]; with `also` a pair, [S, n] and [S, m]
     "Some rows, one below the other"
-    y = x[rows]
-    y[rows<0] = 0
-    return y
+    def of(a): return np.where(rows[:,None]<0, 0, a[rows])
+    return of(x) if also is None else (of(x),of(also))
 
 def likeliest(
     logits, # [S, V']

@@ -1299,21 +1299,22 @@ _WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
 def _beside(card, rng, run, n):
     a = _normal(rng, 3, n)*_SIZES
     b = _normal(rng, 3, n//5)
-    gain = _gain(rng, n)
-    A,B,G = map(card.upload, (a,b,gain))
-    norm = Norm(G, 1e-6)
-    y = run.got(lambda: beside(A, B, norm))
-    want = host_words.beside(a, b, Norm(gain, 1e-6))
-    first = y[:,:n],want[:,:n],1e-5
-    return [first,(y[:,n:], b, 0)]
+    gains = _gain(rng, n),_gain(rng, n//5),_gain(rng, n//5)
+    A,B,*G = map(card.upload, (a,b,*gains))
+    def three(gains): return [Norm(g, 1e-6) for g in gains]
+    plain,y = run.each(lambda: (beside(A, B, three(G)[0]),beside(A, B, *three(G))))
+    want = host_words.beside(a, b, *three(gains))
+    return [(y, want, 1e-5),(plain[:,:n], y[:,:n], 0),(plain[:,n:], b, 0)]
 
 @_case('pick_rows', '5 of 9 rows', **_WIDTHS)
 def _pick(card, rng, run, n):
     x = _normal(rng, 9, n)
     rows = np.int32([8,-1,0,0,5])
     put = card.upload(x),card.upload(rows)
-    y = run.got(lambda: pick(*put))
-    return [(y, host_words.pick(x, rows), 0)]
+    also = card.upload(x[:,1:])
+    alone,*both = run.each(lambda: (pick(*put),*pick(*put, also)))
+    want = host_words.pick(x, rows)
+    return [(alone, want, 0),(both[0], want, 0),(both[1], want[:,1:], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #245a1c8d
 _NAMED = dict(plain={}, part_of_the_vocabulary=dict(named=True))

@@ -475,9 +475,9 @@ def drafts(self:LLM,
     x = m.trunk(b, cache)
     first = int(m.head(m.final(x[last])).argmax())
     drafter = _drafter(m, cache, assistant, k)
-    h = drafter.see(b, x, self._following(b, first))
+    h = drafter.see(b, x, self._following(b, first), last)
     ends = self._ends(b, cache, first, k)
-    return first,*self._proposed(drafter, h, last, ends, k)
+    return first,*self._proposed(drafter, h, ends, k)
 
 def _drafter(model, cache, assistant, k):
     "An assistant that drafts, or the model's own head"
@@ -493,12 +493,12 @@ def _ends(self:LLM, b, cache, first:int, k:int)->Ends:
     return Ends([end], cache, self.device)
 
 @patch
-def _proposed(self:LLM, drafter, h, last, ends, k:int)->tuple[list[int],np.ndarray]:
-    "What `drafter` proposes behind the row `last` of what it has seen, and the logits of that"
+def _proposed(self:LLM, drafter, h, ends, k:int)->tuple[list[int],np.ndarray]:
+    "What `drafter` proposes after what it has seen, and the logits of that"
     host,rows = self.device.download,[]
     def keep(y):
         rows.append(host(y)[0])
-    found = drafter.propose(h, last, ends, k, keep)
+    found = drafter.propose(h, ends, k, keep)
     drafts = [int(host(d)[0]) for d in found]
     return drafts,np.stack(rows)
 

@@ -81,38 +81,38 @@ class Run:
         rec = {f'rec{i}':a[1//TAILS] for i,a in self.cache.rec.items()}
         return rec|{f'conv{i}':a[1] for i,a in self.cache.conv.items()}
 
-def mtp(name, sizes=None, see=Run.hidden):
+def mtp(name, sizes=None, normed=True):
     """Logits of the head's first pass, and the tokens and logits of two drafts;
-    the head is shown what the model `see`s of the prompt in pieces of `sizes`"""
+    the head is shown the model's stream, `normed` as it should be, in pieces of `sizes`"""
     r = refs[name]
     run = Run(model(name))
-    h = see(run, r['ids'])
+    x = run.stream(r['ids'])
     ids = [*r['ids'].tolist()[1:], int(r['greedy'][0])]
     sizes = sizes or [len(ids)]
     assert sum(sizes)==len(ids)
-    one = first_pass(run, h, ids, sizes)
-    last = np.array([len(one[-1])-1])
+    norm = run.model.last_norm if normed else None
+    one = first_pass(run, x, norm, ids, sizes)
     drafter = MTPDrafter(run.model, run.cache, 2)
-    logits = run.model.head(np.concatenate(one))
-    return logits, *proposed(drafter, run, one[-1], last, ids[-1], len(ids))
+    logits = run.model.head(np.concatenate(one), run.model.mtp.last_norm)
+    return logits, *proposed(drafter, run, one[-1][-1:], ids[-1], len(ids))
 
-def first_pass(run, h, ids, sizes)->list:
-    "Rows of the drafting head for `ids`, shown the model's rows `h`, in pieces of `sizes`"
-    found,at = [],0
+def first_pass(run, x, norm, ids, sizes)->list:
+    "Rows of the drafting head for `ids`, shown the stream `x`, `norm`ed, in pieces of `sizes`"
+    m,found,at = run.model,[],0
     for n in sizes:
         b = run.batch(ids[at:at+n], at, n>MAX_ROWS)
-        rows = np.zeros((b.num_rows,h.shape[1]), np.float32)
-        rows[b.out] = h[at:at+n]
-        found.append(run.model.mtp(run.model, b, rows, run.cache)[b.out])
+        rows = np.zeros((b.num_rows,x.shape[1]), np.float32)
+        rows[b.out] = x[at:at+n]
+        found.append(m.mtp(m, b, rows, norm, run.cache)[b.out])
         at += n
     return found
 
-def proposed(drafter, run, h, last, newest, at):
+def proposed(drafter, run, h, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
     rows = []
     end = End(newest, at, 255, run.table.blocks)
     ends = Ends([end], run.cache, host)
-    found = drafter.propose(h, last, ends, drafter.k, rows.append)
+    found = drafter.propose(h, ends, drafter.k, rows.append)
     return [int(ids[0]) for ids in found],np.concatenate(rows)
 
 def drafts(name, beyond=0, spoil=lambda assistant: None):
@@ -124,8 +124,7 @@ def drafts(name, beyond=0, spoil=lambda assistant: None):
     ids,newest = r['draft_ids'],int(r['draft_first'][0])
     h,at = run.hidden(ids),len(ids)+beyond
     drafter = AssistantDrafter(run.model, run.cache, a, 3)
-    last = np.array([len(h)-1])
-    return proposed(drafter, run, h, last, newest, at)
+    return proposed(drafter, run, h[-1:], newest, at)
 
 def seen(name, m):
     "`Media` of the reference's two images"

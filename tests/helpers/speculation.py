@@ -53,7 +53,7 @@ class Oracle(Drafter):
         self.answers,self.lies,self.gaps = answers,lies,gaps
         self.rng = np.random.default_rng(seed)
 
-    def propose(self, h, last, ends, k, tap=None):
+    def propose(self, h, ends, k, tap=None):
         said = [tuple(e.history) for e in ends.ends]
         rows = [self._after(h, k) for h in said]
         return list(np.array(rows, np.int32).T)

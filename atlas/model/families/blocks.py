@@ -71,22 +71,41 @@ class MTPHead:
             ws += l.wants(f'mtp.layers.{j}.', f'mtp.layers.{j}.')
         return ws
 
+    def _norm(self, name): return Norm(getattr(self, name).weight, self._c.norm_eps)
+
+    @property
+    def last_norm(self)->Norm:
+        "The norm after its last layer"
+        return self._norm('norm')
+
     def __call__(self,
         m:Decoder, # The model it belongs to: embedding and angles are shared
         b:Batch, # Row of position i holds token i+1
-        h, # [R, H]: the model's `final` output at position i
+        x, # [R, H]: the stream at position i after the last layer, of the model or of this head
+        norm:Norm, # Of those rows: the `last_norm` of whose stream it is
         cache, # Its layers come after the model's
-    ): # [R, H]: what `m.head` makes logits of
+        rows=None, # [S] int32: whose result is wanted; None: that of all
+    ): # [S, H]: what `m.head` makes logits of, with `last_norm`
         "Drafting states for pairs of a hidden state and the token after it"
-        ops,eps = m.ops,self._c.norm_eps
+        x,s = self._below(m, b, x, norm, cache)
+        last = self.layers[-1]
+        return last(x, s) if rows is None else last.of_rows(x, s, rows)
+
+    def keep(self, m, b, x, norm, cache):
+        "Keep keys and values for such pairs, and no more"
+        x,s = self._below(m, b, x, norm, cache)
+        self.layers[-1].keep(x, s)
+
+    def _below(self, m, b, x, norm, cache):
+        "The stream before the last layer, and its step"
         s = m.step(b, cache)
-        token = Norm(self.pre_fc_norm_embedding.weight, eps)
-        before = Norm(self.pre_fc_norm_hidden.weight, eps)
-        both = ops.beside(m.embed(b), h, token, before)  # (R,2H)
-        x = ops.project(s, both, self.fc)  # (R,H)
-        for l in self.layers:
+        token = self._norm('pre_fc_norm_embedding')
+        hidden = self._norm('pre_fc_norm_hidden')
+        both = m.ops.beside(m.embed(b), x, token, hidden, norm)  # (R,2H)
+        x = m.ops.project(s, both, self.fc)  # (R,H)
+        for l in self.layers[:-1]:
             x = l(x, s)
-        return ops.rmsnorm(x, self.norm.weight, eps)
+        return x,s
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #0164c570
 import numpy as np
