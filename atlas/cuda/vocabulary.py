@@ -341,7 +341,7 @@ def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bc5e7516
 def beside(a, b, norm_a=None, norm_b=None, first=None):
-    """Rows `a` [R, n] and `b` [R, m] side by side, each normed by its `Norm` if it has one: [R, n+m]
+    """Rows `a` [R, n] and `b` [R, m] side by side, each normed if it has a `Norm`: [R, n+m]
 
     `first`: the `Norm` of `b` before that."""
     (R,n),m = a.shape,b.shape[1]
