@@ -506,10 +506,9 @@ def of_rows(self:Block,
     rows, # [S] int32: whose result is wanted; -1: anything
 ): # [S,H]
     "The stream of some rows after this block, which begins with attention"
-    if s.b.tiled:
-        return s.ops.pick(self(x, s), rows)
     mixer,*rest = self._halves
     o,x = s.ops.pick(self.keep(x, s), rows, x)
+    s = replace(s, b=replace(s.b, tiled=False)) # few, and no tiles of them
     x = s.ops.project(s, o, mixer.layer.o_proj, add=x)
     for h in rest:
         x = self._half(h, x, s)
