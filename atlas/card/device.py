@@ -186,7 +186,7 @@ def usable(self:Device)->int:
 
 @patch(as_prop=True)
 def on_part(self:Device)->bool:
-    "Are they for a part?"
+    "Are this thread's launches for a part of the card?"
     return self.usable<self.multiprocessors
 
 @patch
