@@ -108,13 +108,13 @@ def test_a_step_moves_more_for_its_drafts(llm):
         1+1/(PENDING+1)) # a delta net's single rows are written late
 
 def test_drafting_moves_a_head_twice(llm):
-    "Three rows of two sequences, and then one of each"
+    "Experts have a row of each sequence, the newest, in either pass"
     own = list(packed_in(llm.model.mtp))
     dense = sum(p.nbytes for p in own if not p.experts)
     each = sum(p.nbytes/p.experts for p in own if p.experts)
     kv = llm.cache.bytes_per_token/len(llm.cache.kv)*64*2
     heads = 2*llm.model.lm_head.weight.nbytes
-    banks = each*(picked(llm, 6)+picked(llm, 2))
+    banks = 2*each*picked(llm, 2)
     moved = drafting_bytes(llm, 2, 64, 2)
     assert moved==pytest.approx(heads+2*(dense+kv)+banks)
 
