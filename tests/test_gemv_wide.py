@@ -97,6 +97,30 @@ def test_rows_have_the_bits_they_have_alone(name, c):
     np.testing.assert_array_equal(got, want)
     assert np.isfinite(got.view('f4')).all()
 
+@pytest.mark.parametrize('name,c', CASES.items(), ids=CASES)
+def test_rows_have_their_bits_on_a_part(name, c, monkeypatch):
+    "Whatever the part: it has a way of its own to share out, and shares of a row as on all of it"
+    monkeypatch.setattr(Emulator, 'multiprocessors', 132)
+    rng = np.random.default_rng(len(name))
+    w,x = c.weights(rng),card.upload(normal(rng, c.rows, c.k))
+    kw = options(rng, w, c.rows, **c.kw)
+    want = bits(few.gemv(x, w, **kw))
+    for n in (2,4,46):
+        with card.using(n):
+            got = bits(many.gemv_wide(x, w, **kw))
+        np.testing.assert_array_equal(got, want)
+
+def test_a_part_has_fewer_and_larger_pieces(monkeypatch):
+    "Extra rows have blocks behind the others, which are as many as there are multiprocessors"
+    monkeypatch.setattr(Emulator, 'multiprocessors', 132)
+    rng = np.random.default_rng(0)
+    w,extra = packed(rng, 'NVFP4', 4096, 512),packed(rng, 'BF16', 64, 512)
+    whole = many._WideProduct(card, w, extra, 1)
+    with card.using(4):
+        part = many._WideProduct(card, w, extra, 1)
+    assert whole.o.blocks+whole.more<=132 and part.o.blocks==4 and part.more>=1
+    assert part.split==whole.split and part.o.span>whole.o.span
+
 def tile(tiles, strips, down, along, deep, held, blocks, n, f):
     "A way to share out that nothing would choose"
     span = 4*-(-n//(4*blocks))

@@ -14,7 +14,7 @@ from atlas.engine.engine import Engine
 from atlas.engine.scheduler import Request,Scheduler
 from atlas.ground.config import PRESETS
 from atlas.ground.core import UnsupportedError
-from atlas.model.model import imagine,load_model
+from atlas.model.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
 from helpers.small_engine import interrupted,said,serve
 from test_card import _GDN,_LESS,_MOE,_SMALL,ids_of,models,patient
@@ -65,6 +65,24 @@ def drafter(kind, m, cache, k, seqs):
         own = cache_of(m, (k+4)*seqs, cache.pool.num_blocks)
         return ModelDrafter(m, own, m, k)
     return AssistantDrafter(m, cache, assistant(), k)
+
+def test_a_head_that_is_asked_about_some_rows():
+    "They have the bits that they have among all, and so do the keys that all leave"
+    m,found = hybrid(),[]
+    asked = None,m.device.upload(np.int32([3,1])),'nobody'
+    for rows in asked:
+        cache = cache_of(m, 8, drafting=True)
+        b = make_batch([Piece([5,6,7,8], 0, [0], 4, keep=1)], False, 16, m.device)
+        args = m,b,m.trunk(b, cache),m.last_norm,cache
+        x = m.mtp.keep(*args) if rows is asked[-1] else m.mtp(*args, rows)
+        pool = cache.kv[m.c.num_layers]
+        kept = [m.device.download(a) for a in pool.arrays if a is not None]
+        found.append((None if x is None else m.device.download(x).view('u4'), kept))
+    (every,keys),(some,those),(none,same) = found
+    np.testing.assert_array_equal(some, every[[3,1]])
+    assert none is None
+    for a,b,c in zip(keys, those, same):
+        assert (a==b).all() and (a==c).all() and a.any()
 
 class Guide:
     "Lets each of `may` come once, in that order; then it is whole"
