@@ -366,7 +366,7 @@ def pick(x, rows, also=None):
     if also is not None:
         m = also.shape[1]
         more = card.empty((S,m))
-    blocks = -(-n//1024)-(-m//1024)
+    blocks = -(-n//1024)+-(-m//1024)
     run('pick_rows', (blocks,S), 256,
         rows, x, also, out, more, R, n, m)
     return out if also is None else (out,more)

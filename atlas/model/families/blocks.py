@@ -36,7 +36,7 @@ def draft_head(
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #77faac8d
 from ...ground.config import ModelConfig
 from ..layers import Attention,Block,DeltaNet,Half,MLP,MoE,MoENames
-from ..layers import norm,stack
+from ..layers import norm,norm_of,stack
 from ..model import Batch,Decoder
 from ...ops.vocabulary import Norm
 
@@ -71,12 +71,10 @@ class MTPHead:
             ws += l.wants(f'mtp.layers.{j}.', f'mtp.layers.{j}.')
         return ws
 
-    def _norm(self, name): return Norm(getattr(self, name).weight, self._c.norm_eps)
-
     @property
     def last_norm(self)->Norm:
         "The norm after its last layer"
-        return self._norm('norm')
+        return norm_of(self, 'norm')
 
     def __call__(self,
         m:Decoder, # The model it belongs to: embedding and angles are shared
@@ -99,8 +97,8 @@ class MTPHead:
     def _below(self, m, b, x, norm, cache):
         "The stream before the last layer, and its step"
         s = m.step(b, cache)
-        token = self._norm('pre_fc_norm_embedding')
-        hidden = self._norm('pre_fc_norm_hidden')
+        token = norm_of(self, 'pre_fc_norm_embedding')
+        hidden = norm_of(self, 'pre_fc_norm_hidden')
         both = m.ops.beside(m.embed(b), x, token, hidden, norm)  # (R,2H)
         x = m.ops.project(s, both, self.fc)  # (R,H)
         for l in self.layers[:-1]:
@@ -113,9 +111,8 @@ from types import SimpleNamespace
 from fastcore.basics import patch
 from ...ground.config import ModelConfig
 from ...ground.core import CheckpointError
-from ..layers import Attention,MLP,MoE,MoENames,norm,stack,vector
+from ..layers import Attention,MLP,MoE,MoENames,norm,norm_of,stack,vector
 from ..model import Batch,Decoder
-from ...ops.vocabulary import Norm
 from ...ground.weights import Want
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #65282ea4
@@ -157,24 +154,20 @@ def parts(self:GemmaBlock)->list:
     return [*both,self.moe] if self._moe else both
 
 @patch
-def _norm(self:GemmaBlock, name:str)->Norm:
-    return Norm(getattr(self, name).weight, self._c.norm_eps)
-
-@patch
 def _experts(self:GemmaBlock, r, s):
     "What experts make of `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
-    norm = self._norm('pre_feedforward_layernorm_2')
+    norm = norm_of(self, 'pre_feedforward_layernorm_2')
     y = self.moe(r, norm, s, router_gain=self.moe.router.norm)
     return y,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
 
 @patch
 def __call__(self:GemmaBlock, x, s):
     "The stream `x` [R,H] after this layer"
-    y = self.mixer(x, self._norm('input_layernorm'), s)
-    r = s.ops.norm_add(y, *self._norm('post_attention_layernorm'), x)
-    y = self.mlp(r, self._norm('pre_feedforward_layernorm'), s)
+    y = self.mixer(x, norm_of(self, 'input_layernorm'), s)
+    r = s.ops.norm_add(y, *norm_of(self, 'post_attention_layernorm'), x)
+    y = self.mlp(r, norm_of(self, 'pre_feedforward_layernorm'), s)
     beside = self._experts(r, s) if self._moe else None
-    norm = self._norm('post_feedforward_layernorm')
+    norm = norm_of(self, 'post_feedforward_layernorm')
     return s.ops.norm_add(y, *norm, r, self.layer_scalar, beside)
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #97ae22a1
