@@ -34,6 +34,9 @@
 #endif
 // rows of the state that a thread has a part of
 constexpr int N = DK / 16, PARTS = DV / 32;
+// Of a step with one draft, slots get the state before it and its rows (`Late`); with more drafts
+// that takes longer than states that have taken their rows up.
+constexpr bool LEAVES = ROWS == 2;
 static_assert(
         (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
 
@@ -217,10 +220,16 @@ struct Inputs {
         const int row = base + w.lane / 2;
         if (role.side && w.lane / 2 < ROWS && row < w.r1)
             ba = p.x[(row + 1) * w.width - 2 * w.vh + w.head + w.lane % 2 * w.vh];
-        outs = ROWS == 1 ? p.state_out[base]
-                : w.lane < ROWS && base + w.lane < w.r1
-                ? p.state_out[base + w.lane]
-                : -1;
+        if (ROWS == 1)
+            outs = p.state_out[base];
+        else if (!LEAVES)
+            ask_outs(p, w, base);
+    }
+    // Of several rows, a lane has the state after one.
+    __device__ __forceinline__ void ask_outs(
+            const Params& p, const Work& w, int base) {
+        outs = w.lane < ROWS && base + w.lane < w.r1 ? p.state_out[base + w.lane]
+                                                     : -1;
     }
 };
 
@@ -297,43 +306,102 @@ __device__ __forceinline__ void answer(
         p.parts[here / 32] = ss;
 }
 
-// The state's warps, behind the barrier: it takes the row up, and is written if it is to be kept.
+// The state's warps: their part of it goes to a record.
+__device__ __forceinline__ void write_state(
+        const Own& own, const Columns<N>& mem, Head* to) {
+    #pragma unroll
+    for (int m = 0; m < N; m++)
+        __stcs((float4*)(to->S + own.at + m * DV), mem.S[m]);
+}
+
+// And behind the barrier: it takes the row up, and is written if it is to be kept.
 __device__ __forceinline__ void take(
         const Own& own, Columns<N>& mem, const Row& row, const float (&d)[4],
         float eg) {
     mem.take(row.q + DK, d, eg);
-    if (row.out >= 0) {
-        #pragma unroll
-        for (int m = 0; m < N; m++)
-            __stcs((float4*)(row.to->S + own.at + m * DV), mem.S[m]);
+    if (row.out >= 0)
+        write_state(own, mem, row.to);
+}
+
+// Where rows are left in place of states. A sequence's first row joins those that are pending where
+// it begins, if its state stays in this slot. Of several rows the next ones, up to PENDING in all,
+// have slots that get the state before the first row, which is written while nobody waits for it,
+// and all rows up to their own: whoever goes on from there lets them join.
+struct Late {
+    int pending;  // where the sequence begins
+    // its slot; or ~0 at position 0, and, of a sequence that has just a row, where no other may be
+    // pending
+    unsigned stays;
+    // Is row i of the first in hand left where the state after it, `out`, is to be found?
+    __device__ __forceinline__ bool left(int i, int out) const {
+        const bool here = (unsigned)out / TAILS == stays;
+        if (!LEAVES)
+            return out >= 0 && here;
+        return out >= 0 && (i ? !here && i < PENDING : here && pending < PENDING);
+    }
+    // And as which of those that are pending there?
+    __device__ __forceinline__ int place(int i) const {
+        return LEAVES && i ? i : pending;
+    }
+};
+// Rows of the first in hand whose slots get the state before them.
+constexpr int BEFORE = ROWS < PENDING ? ROWS : PENDING;
+
+__device__ __forceinline__ void write_before(
+        const Params& p, const Work& w, const Own& own, const Late& late,
+        const Columns<N>& mem, int outs) {
+    #pragma unroll
+    for (int i = 1; i < BEFORE; i++) {
+        const int out = __shfl_sync(~0u, outs, i);
+        if (late.left(i, out))
+            write_state(own, mem, w.place(p, out));
     }
 }
 
-// Rows that are pending where the sequence begins. Its only row, if the state stays in this slot,
-// is left there with them.
-struct Late {
-    int pending;
-    unsigned stays;  // the slot, or ~0
-};
+// The fifth warp leaves k of row i of the first in hand in the slots of rows after it, too.
+__device__ __forceinline__ void leave_key_behind(
+        const Params& p, const Rows& m, const Work& w, const Late& late, int outs,
+        float eg, int i) {
+    #pragma unroll
+    for (int j = 1; j < BEFORE; j++) {
+        const int out = __shfl_sync(~0u, outs, j);
+        if (j > i && late.left(j, out))
+            w.place(p, out)->add_key(i, m.now[i] + DK, eg, w.part * 32, w.lane);
+    }
+}
+// And d.
+__device__ __forceinline__ void leave_change_behind(
+        const Params& p, const Work& w, const Late& late, int outs,
+        const float (&d)[4], int i) {
+    #pragma unroll
+    for (int j = 1; j < BEFORE; j++) {
+        const int out = __shfl_sync(~0u, outs, j);
+        if (j > i && late.left(j, out))
+            w.place(p, out)->add_change(i, d, w.part * 32, w.lane);
+    }
+}
 
 // Row i of those in hand: its products with the state; then, behind the barrier, the state takes
-// the row up.
+// the row up, if anybody needs that.
 __device__ __forceinline__ void step(
         const Params& p, Rows& m, const Work& w, const Role& role,
         const Numbers& two, const Channels& ch, const Own& own, const Late& late,
         Columns<N>& mem, int outs, int base, int i) {
+    const bool begins = !LEAVES || base == w.r0;
     Row row;
     row.q = m.now[i] + own.row0;
     row.v = m.now[i] + 2 * DK;
     row.out = ROWS == 1 ? outs : __shfl_sync(~0u, outs, i);
     row.to = w.place(p, max(row.out, 0));
-    row.late = row.out >= 0 && (unsigned)row.out / TAILS == late.stays;
+    row.late = begins && late.left(i, row.out);
     if (!role.side) {
         multiply(m, w, mem, row.q, i);
     } else {
         if (ROWS == 1)
             ch.leave(p, w, role, two, row.out);
-        leave_key(m, w, row, late.pending, i);
+        leave_key(m, w, row, late.place(i), i);
+        if (LEAVES && begins)
+            leave_key_behind(p, m, w, late, outs, row.v[65], i);
     }
     __syncthreads();
     const Rule rule(sum_of_cross(m.cross[i % 2]), row.v[64], row.v[65]);
@@ -344,12 +412,16 @@ __device__ __forceinline__ void step(
     if (role.side) {
         answer(p, m, w, own, rule, d, row.v, base + i, i);
         if (row.late)
-            row.to->add_change(late.pending, d, w.part * 32, w.lane);
+            row.to->add_change(late.place(i), d, w.part * 32, w.lane);
+        if (LEAVES && begins)
+            leave_change_behind(p, w, late, outs, d, i);
     } else {
         if (ROWS == 1)
             ch.leave(p, w, role, two, row.out);
         if (!row.late)
             take(own, mem, row, d, rule.eg);
+        else if (LEAVES && base + i + 1 < w.r1)
+            mem.take(row.q + DK, d, rule.eg);
     }
 }
 
@@ -374,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     const Params p = {x, conv_w, decay, dt_bias, norm_w, conv, rec, first, starts,
             state_in, state_out, y, parts, rows};
     __shared__ __align__(16) Rows m;
-    if (ROWS == 1)
+    if (ROWS <= 2)
         pdl_trigger();
     const Work w(p, threadIdx.x);
     const bool side = w.warp == 4;
@@ -396,22 +468,29 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     if (!role.side)
         mem.take_pending(
                 *w.place(p, w.from), pending, own.row0, w.part * 32 + own.c4);
+    const unsigned here = w.start ? (unsigned)w.from / TAILS : ~0u;
     const unsigned stays = w.start && pending < PENDING && w.r1 - w.r0 == 1
             ? (unsigned)w.from / TAILS
             : ~0u;
-    const Late late = {pending, stays};
+    const Late late = {pending, LEAVES ? here : stays};
     Inputs in;
+    if (LEAVES)
+        in.ask_outs(p, w, w.r0);
+    if (LEAVES && !role.side)
+        write_before(p, w, own, late, mem, in.outs);
     pdl_wait();
     if (w.r0 < w.r1)
         in.ask(p, w, role, two, w.r0);
     // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
-    if (ROWS > 1)
+    if (ROWS > 2)
         pdl_trigger();
     #pragma unroll 1
     for (int base = w.r0; base < w.r1; base += ROWS) {
         const int n = ROWS == 1 ? 1 : min(ROWS, w.r1 - base);
         if (base > w.r0) {
             in.ask(p, w, role, two, base);
+            if (LEAVES)
+                in.ask_outs(p, w, base);
             __syncthreads();  // the rows before are done with
         }
         #pragma unroll

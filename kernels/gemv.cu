@@ -20,7 +20,7 @@
 //              and only where a block stages all of x at once
 //   -D EARLY=  of a unit so many quarters of its blocks are decoded before x is there. Where it is
 //              not 0, a block has one group of rows at most, and a warp one unit of four-bit
-//              weights
+//              weights, and x is not staged in pieces
 //   -D LATE=   1: the next launch is let in behind the wait, as it is where EARLY is not 0; of one
 //              row, 0 by default
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several
@@ -101,7 +101,8 @@
 #define EDEEP 2
 #endif
 #define THREADS (32 * W)
-#if ROWS == 1 && __CUDA_ARCH__ == 900 && W == 16 && SPLIT == 16
+#if (ROWS == 1 || (ROWS <= 4 && EARLY)) && __CUDA_ARCH__ == 900 && W == 16 \
+        && SPLIT == 16
 #define LIMITS 768, 1  // 80 registers: it finds room beside a block of delta_step
 #elif ROWS == 1 && __CUDA_ARCH__ == 900 && W == 12
 #define LIMITS 608, 1  // 96, so that one of those does beside it
@@ -437,8 +438,8 @@ struct Tiling {
     // What the results will need is asked for behind x, and not waited for yet: of one row while x
     // is on its way.
     static constexpr bool SHADOW = ALL && ROWS == 1;
-    static constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL
-            && !OWN && NORM != 2 && Pieces::FITS;
+    static constexpr bool PIPED = PIPE && !MADE && BEFORE == PLACES && ROWS > 1
+            && ALL && !OWN && NORM != 2 && Pieces::FITS;
     static_assert(
             !MADE
                     || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1

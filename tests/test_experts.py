@@ -519,7 +519,7 @@ def test_shared_expert_like_the_others(experts, gate, joined):
 def share_unlike(host, block, card, n, tiled):
     "The share of rows that the card makes other than the host"
     x = np.random.default_rng(1).standard_normal((64,64), 'f4')[:n]
-    b = NS(tiled=tiled, slots=np.arange(n), seq=card.upload(np.zeros(n, 'i4')))
+    b = NS(tiled=tiled, num_seqs=1, slots=np.arange(n), seq=card.upload(np.zeros(n, 'i4')))
     want = host(x, Step(b, None, {}, host_words))
     got = block(card.upload(x), Step(b, None, {}, card_words))
     wrong = abs(card.download(got)-want).max(1)

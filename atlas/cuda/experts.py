@@ -172,23 +172,27 @@ def _most_warps(d, up, down)->int:
     return 20 if scales>=4 else 24
 
 # Of a few short rows: so few that a block of the router finds room beside them, or fewer rounds
-_WARPS = {2:16, 3:16, 4:24}
+_WARPS = {2:(12,16), 3:(16,), 4:(24,)}
 
-def _of_several(d, rows, up, most):
+def _work(d, w, up, down, blocks)->int:
+    "Units that each of `w` warps does at most"
+    return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
+
+def _of_several(d, rows, up, down, blocks, most):
     "How many warps to try for several rows"
     usual = range(min(20, most), 11, -4)
     if d['ROWS']>4 or _rounds(d, up, 1):
         return usual
-    return [min(_WARPS[rows], most),*usual]
+    def work(w): return _work(d, w, up, down, blocks)
+    best = min(_WARPS[rows], key=work)
+    return [min(best, most),*usual]
 
 def _warps(d, rows, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
     most = _most_warps(d, up, down)
     if d['ROWS']>1:
-        return _of_several(d, rows, up, most)
-    def rounds(w):
-        units = _pieces(d|dict(WARPS=w), up, down, blocks)
-        return sum(units),w
+        return _of_several(d, rows, up, down, blocks, most)
+    def rounds(w): return _work(d, w, up, down, blocks),w
     return sorted(range(8, most+1, 4), key=rounds)
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #2f72fdd1

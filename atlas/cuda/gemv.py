@@ -148,6 +148,7 @@ class Fused:
     cap:float|None=None # cap*tanh(y/cap)
     logits:object=None # f32 [R, any]: the sigmoid of a column is a factor, before `add`
     column:int=0 # Which column
+    late:bool=False # As for `gemv`
 
     @property
     def pairs(self)->bool:
@@ -266,19 +267,21 @@ def _x_first(card, w, rows, norm):
         return False
     return w.nbytes<=limits(card).ahead
 
+_EARLY = {1:6, 2:6, 4:4} # By rows; 80 registers have room for no more
+
 def _early(f, rows, units, rounds, plain)->int:
     """Quarters of blocks that a warp decodes before `x` is there
 
-    Only for one row, where a warp has one unit and its block one group."""
-    alone = rows==units==rounds==1
-    return 6 if f.narrow and plain and alone else 0 # registers have room for no more
+    Only for few rows, where a warp has one unit and its block one group."""
+    alone = units==rounds==1
+    return _EARLY.get(rows, 0) if f.narrow and plain and alone else 0
 
 def _last_options(w, o, rows, d:Division, rounds, best)->dict:
-    "Options of gemv.cu for one row, and where only the largest results are wanted"
+    "Options of gemv.cu for few rows, and where only the largest results are wanted"
     opts = dict(BEST=1) if best else {}
     whole = d.held*128>=w.k # Is all of x held at once?
     plain = o.extra is None and d.team==d.deep==1 and whole
-    early = _early(w.format, rows, d.units, rounds, plain)
+    early = 0 if o.late else _early(w.format, rows, d.units, rounds, plain)
     if early:
         opts['EARLY'] = early
     if rows==1 and not w.format.narrow:
@@ -388,13 +391,14 @@ def gemv(
     cap:float|None=None, # y = cap*tanh(y/cap)
     gate=None, # (f32 [R, any], a column of it): its sigmoid is a factor, before `add`
     out=None, # f32 [R, N]: where to write; may be `add`
+    late:bool=False, # Does the launch before leave no room, so that this one comes with `x`?
 ): # [R, N], N = n (n/2 of a pair) + m
     """`act(W f(x) + bias) * sigmoid(gate) + add`; f is nothing, a norm, or the norm of each group
 
     A row has the same bits for any number of rows. A `ConfigError` where `w` has not the rows that
     the activation takes."""
     guests = gain,eps,parts,group,extra,bias,add,act,limit,cap
-    o = Fused(*guests, *(gate or (None,0)))
+    o = Fused(*guests, *(gate or (None,0)), late)
     width = o.width(w)
     if out is None:
         out = card_of(x).empty((len(x),width))

@@ -97,11 +97,11 @@ def _staged_once(card, rows, k)->bool:
     return k>=3072 and rows>2 and rows*k>1<<14
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
-def _rows(x, w, **kw):
+def _rows(x, w, late=False, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
     if isinstance(x, Prepared) or _staged_once(card_of(w.w), len(x), w.k):
         return gemv_wide(x, w, **kw)
-    return gemv(x, w, **kw)
+    return gemv(x, w, late=late, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
@@ -116,7 +116,8 @@ def _product(s, x, w, norm, extra=None, **kw):
     if not s.b.tiled:
         if s.made:
             x = s.made.pop().instead(x)
-        return _rows(x, w.weight, extra=extra, **kw)
+        # of several sequences states are as many blocks, which leave no room for the next launch
+        return _rows(x, w.weight, s.b.num_seqs>1, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None:
         return gemm_with(s.activations, x, w.weight, **kw)
@@ -168,7 +169,7 @@ def logits(x, w, norm=None, cap:float|None=None):
     return _rows(x, w.weight, bias=w.bias, cap=cap, **norm)
 
 def greedy_logits(x, w, norm=None, cap:float|None=None):
-    "The same of rows that are all greedy, as `sample_rows` takes them: `Best`, where that is less"
+    "The same for `likeliest`, or for `sample_rows` of greedy rows: `Best`, where that is less"
     how = dict(bias=w.bias, cap=cap)
     if norm is not None:
         how |= norm._asdict()
@@ -372,13 +373,21 @@ def pick(x, rows, also=None):
     return out if also is None else (out,more)
 
 def likeliest(logits, names=None, out=None):
-    "The token of each row's largest logit, or `names` of its column: [S], -2 if one is not finite"
+    """The token of each row's largest logit, or `names` of its column: [S], -2 if one is not finite
+
+    `logits`: as the words `logits` and `greedy_logits` give them."""
     S,V = logits.shape
-    ids = card_of(logits).empty(S, 'int32') if out is None else out
-    several = card_of(logits).arch=='sm_90a' and V>1<<14
-    team = dict(TEAM=8) if several else {}
-    run('likeliest', S*team.get('TEAM', 1), 1024,
-        logits, names, ids, V, **team)
+    if isinstance(logits, Best):
+        keys,logits = logits.keys,None
+        card,parts = card_of(keys),keys.shape[1]
+        how = dict(KEYS=1)
+    else:
+        keys,card,parts = None,card_of(logits),0
+        how = dict(TEAM=8) if card.arch=='sm_90a' and V>1<<14 else {}
+    ids = card.empty(S, 'int32') if out is None else out
+    threads = 256 if how.get('KEYS') else 1024
+    run('likeliest', S*how.get('TEAM', 1), threads,
+        logits, keys, names, ids, V, parts, **how)
     return ids
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0e681c66

@@ -154,7 +154,8 @@ class Drafter:
 def _likeliest(self:Drafter, h, norm=None, out=None, tap=None):
     "The likeliest tokens after rows h [S, H], [S]"
     ops = self.by.ops
-    logits = ops.logits(h, self.head, norm, self.by.c.logit_softcap)
+    scores = ops.logits if tap else ops.greedy_logits
+    logits = scores(h, self.head, norm, self.by.c.logit_softcap)
     if tap:
         tap(logits)
     return ops.likeliest(logits, self.names, out)

@@ -1,4 +1,4 @@
-"""What a model may ask of a device: eleven words for its layers, four for drafts, eight for setting it up, and their meaning on the host
+"""What a model may ask of a device: eleven words for its layers, five for drafts, eight for setting it up, and their meaning on the host
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 
@@ -7,9 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTable', 'angles', 'Norm', 'GroupNorm', 'rmsnorm',
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
-           'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
-           'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'mixer_widths', 'step_bytes',
-           'prefill_formats', 'kv_formats', 'kv_bytes', 'KVArrays', 'HostKV', 'kv_pools', 'state_shapes', 'states_of']
+           'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'greedy_logits', 'likeliest', 'ngram',
+           'MoEWeights', 'moe', 'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'mixer_widths',
+           'step_bytes', 'prefill_formats', 'kv_formats', 'kv_bytes', 'KVArrays', 'HostKV', 'kv_pools', 'state_shapes',
+           'states_of']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -32,7 +33,7 @@ from .rope import rope_angles
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #1e2151d3
 WORDS = ('embed','angles','rmsnorm','norm_add','project',
     'attend','gated_delta','mamba','mlp','moe','logits') # Of layers
-DRAFTING = ('beside','pick','likeliest','ngram') # Of what drafts
+DRAFTING = ('beside','pick','greedy_logits','likeliest','ngram') # Of what drafts
 SETUP = ('placement','weight_bytes','step_bytes','prepare','take_rows',
     'prefill_formats','kv_formats','kv_bytes','kv_pools',
     'state_shapes','states_of') # Of who loads one
@@ -351,8 +352,12 @@ def pick(
     def of(a): return np.where(rows[:,None]<0, 0, a[rows])
     return of(x) if also is None else (of(x),of(also))
 
+def greedy_logits(x, w, norm=None, cap:float|None=None):
+    "`logits` of rows of which nobody asks for more than `likeliest`: the same here"
+    return logits(x, w, norm, cap)
+
 def likeliest(
-    logits, # [S, V']
+    logits, # [S, V'], as `logits` or `greedy_logits` gives them
     names=None, # [V'] int32: the token of each column; None: its number
     out=None, # [S] int32: where to write
 ): # [S] int32, -2 where a logit is not finite
