@@ -324,9 +324,9 @@ __device__ __forceinline__ void take(
 }
 
 // Where rows are left in place of states. A sequence's first row joins those that are pending where
-// it begins, if its state stays in this slot. Of several rows the next ones, up to PENDING in all,
-// have slots that get the state before the first row, which is written while nobody waits for it,
-// and all rows up to their own: whoever goes on from there lets them join.
+// it begins, if its state stays in this slot, and if it is alone or LEAVES. The second one's slot
+// gets the state before the first row then, which is written while nobody waits for it, and both
+// rows: whoever goes on from there lets them join.
 struct Late {
     int pending;  // where the sequence begins
     // its slot; or ~0 at position 0, and, of a sequence that has just a row, where no other may be
@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     const Params p = {x, conv_w, decay, dt_bias, norm_w, conv, rec, first, starts,
             state_in, state_out, y, parts, rows};
     __shared__ __align__(16) Rows m;
-    if (ROWS <= 2)
+    if (ROWS == 1 || (LEAVES && gridDim.z == 1))
         pdl_trigger();
     const Work w(p, threadIdx.x);
     const bool side = w.warp == 4;
@@ -482,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     if (w.r0 < w.r1)
         in.ask(p, w, role, two, w.r0);
     // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
-    if (ROWS > 2)
+    if (ROWS > 1)
         pdl_trigger();
     #pragma unroll 1
     for (int base = w.r0; base < w.r1; base += ROWS) {

@@ -3,8 +3,9 @@
 // join it. A step of one row adds its row to these, which is a hundredth of the state; whoever
 // loads the state lets them join it in registers, in their order, by the operations that would have
 // been done at once. When there is no room for another row, or the state goes to another slot, the
-// state is written, and nothing is pending. Counts are of 16 columns each, so that whoever has
-// columns reads and writes counts that nobody else does.
+// state is written, and nothing is pending; but a step with one draft (delta_step.cu) leaves its
+// two rows pending in another slot, beside the state before them. Counts are of 16 columns each, so
+// that whoever has columns reads and writes counts that nobody else does.
 #ifndef PENDING
 #define PENDING 3
 #endif
