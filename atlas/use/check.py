@@ -39,7 +39,7 @@ from ..cuda.mamba import mamba_step
 from ..cuda.pack import CARD_FORMATS,invented,pack,requantize,unpack
 from ..cuda.sample import HOW,SampleTable,sample_rows
 from ..cuda.scan import delta_many,mamba_many
-from ..cuda.vocabulary import beside,likeliest,ngram,norm_add,pick
+from ..cuda.vocabulary import beside,greedy_logits,likeliest,ngram,norm_add,pick
 from ..ops import vocabulary as host_words
 from ..ops.linear import TILE,fused_linear
 from ..ops.moe import experts,route
@@ -157,6 +157,7 @@ _WORK = dict(
     project='gemv gemv_halves gemv_wide gemm gemm_scaled',
     mlp='gemv gemv_halves gemv_wide gemm gemm_scaled',
     logits='gemv gemv_halves gemv_wide gemm',
+    greedy_logits='gemv gemv_halves gemv_wide',
     angles='attn_decode flash_prep',
     attend='attn_decode attn_merge flash_prep flash',
     gated_delta='delta_step delta_wide delta_prep delta_many gated_norm gated_halves',
@@ -1328,6 +1329,19 @@ def _likeliest(card, rng, run, named=False):
     put = card.upload(x),_up(card, names)
     ids = run.got(lambda: likeliest(*put))
     return [(ids, host_words.likeliest(x, names), 0)]
+
+@_case('gemv + likeliest', '3 rows', **_formats('NVFP4','BF16'))
+def _drafting_head(card, rng, run, fmt):
+    "A head that leaves the best of each of its blocks to draft from, and its logits"
+    w = pack(_sized(rng, fmt, 3000, 416), card, exact=True)
+    x = _normal(rng, 3, 416)
+    x[1,7] = np.nan
+    names = rng.permutation(3000).astype(np.int32)
+    put,named = card.upload(x),card.upload(names)
+    head = host_words.Matrix(w)
+    ids = run.got(lambda: likeliest(greedy_logits(put, head), named))
+    whole = card.download(gemv(put, w))
+    return [(ids, host_words.likeliest(whole, names), 0)]
 
 @_case('ngram', '5 sequences', plain={})
 def _ngram(card, rng, run):
