@@ -36,7 +36,7 @@
 constexpr int N = DK / 16, PARTS = DV / 32;
 // Of a step with one draft, slots get the state before it and its rows (`Late`); with more drafts
 // that takes longer than states that have taken their rows up.
-constexpr bool LEAVES = ROWS == 2;
+constexpr bool LEAVES = ROWS == 2 && PENDING > 1;
 static_assert(
         (DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
 
@@ -337,48 +337,18 @@ struct Late {
         const bool here = (unsigned)out / TAILS == stays;
         if (!LEAVES)
             return out >= 0 && here;
-        return out >= 0 && (i ? !here && i < PENDING : here && pending < PENDING);
+        return out >= 0 && (i ? !here : here && pending < PENDING);
     }
     // And as which of those that are pending there?
     __device__ __forceinline__ int place(int i) const {
         return LEAVES && i ? i : pending;
     }
 };
-// Rows of the first in hand whose slots get the state before them.
-constexpr int BEFORE = ROWS < PENDING ? ROWS : PENDING;
-
-__device__ __forceinline__ void write_before(
-        const Params& p, const Work& w, const Own& own, const Late& late,
-        const Columns<N>& mem, int outs) {
-    #pragma unroll
-    for (int i = 1; i < BEFORE; i++) {
-        const int out = __shfl_sync(~0u, outs, i);
-        if (late.left(i, out))
-            write_state(own, mem, w.place(p, out));
-    }
-}
-
-// The fifth warp leaves k of row i of the first in hand in the slots of rows after it, too.
-__device__ __forceinline__ void leave_key_behind(
-        const Params& p, const Rows& m, const Work& w, const Late& late, int outs,
-        float eg, int i) {
-    #pragma unroll
-    for (int j = 1; j < BEFORE; j++) {
-        const int out = __shfl_sync(~0u, outs, j);
-        if (j > i && late.left(j, out))
-            w.place(p, out)->add_key(i, m.now[i] + DK, eg, w.part * 32, w.lane);
-    }
-}
-// And d.
-__device__ __forceinline__ void leave_change_behind(
-        const Params& p, const Work& w, const Late& late, int outs,
-        const float (&d)[4], int i) {
-    #pragma unroll
-    for (int j = 1; j < BEFORE; j++) {
-        const int out = __shfl_sync(~0u, outs, j);
-        if (j > i && late.left(j, out))
-            w.place(p, out)->add_change(i, d, w.part * 32, w.lane);
-    }
+// The second row's slot, which gets the state before the first, and both rows: null if it does not.
+__device__ __forceinline__ Head* behind(
+        const Params& p, const Work& w, const Late& late, int outs) {
+    const int out = __shfl_sync(~0u, outs, 1);
+    return late.left(1, out) ? w.place(p, out) : nullptr;
 }
 
 // Row i of those in hand: its products with the state; then, behind the barrier, the state takes
@@ -388,6 +358,9 @@ __device__ __forceinline__ void step(
         const Numbers& two, const Channels& ch, const Own& own, const Late& late,
         Columns<N>& mem, int outs, int base, int i) {
     const bool begins = !LEAVES || base == w.r0;
+    // the fifth warp leaves the first row there, too
+    Head* const then = LEAVES && begins && i == 0 ? behind(p, w, late, outs)
+                                                  : nullptr;
     Row row;
     row.q = m.now[i] + own.row0;
     row.v = m.now[i] + 2 * DK;
@@ -400,8 +373,8 @@ __device__ __forceinline__ void step(
         if (ROWS == 1)
             ch.leave(p, w, role, two, row.out);
         leave_key(m, w, row, late.place(i), i);
-        if (LEAVES && begins)
-            leave_key_behind(p, m, w, late, outs, row.v[65], i);
+        if (then)
+            then->add_key(0, m.now[0] + DK, row.v[65], w.part * 32, w.lane);
     }
     __syncthreads();
     const Rule rule(sum_of_cross(m.cross[i % 2]), row.v[64], row.v[65]);
@@ -413,8 +386,8 @@ __device__ __forceinline__ void step(
         answer(p, m, w, own, rule, d, row.v, base + i, i);
         if (row.late)
             row.to->add_change(late.place(i), d, w.part * 32, w.lane);
-        if (LEAVES && begins)
-            leave_change_behind(p, w, late, outs, d, i);
+        if (then)
+            then->add_change(0, d, w.part * 32, w.lane);
     } else {
         if (ROWS == 1)
             ch.leave(p, w, role, two, row.out);
@@ -476,8 +449,10 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     Inputs in;
     if (LEAVES)
         in.ask_outs(p, w, w.r0);
-    if (LEAVES && !role.side)
-        write_before(p, w, own, late, mem, in.outs);
+    if (LEAVES)
+        if (Head* const then = behind(p, w, late, in.outs))
+            if (!role.side)
+                write_state(own, mem, then);
     pdl_wait();
     if (w.r0 < w.r1)
         in.ask(p, w, role, two, w.r0);
