@@ -351,6 +351,30 @@ __device__ __forceinline__ Head* behind(
     return late.left(1, out) ? w.place(p, out) : nullptr;
 }
 
+// And gets it, before the wait.
+__device__ __forceinline__ void write_behind(
+        const Params& p, const Work& w, const Role& role, const Own& own,
+        const Late& late, const Columns<N>& mem, Inputs& in) {
+    in.ask_outs(p, w, w.r0);
+    if (Head* const then = behind(p, w, late, in.outs))
+        if (!role.side)
+            write_state(own, mem, then);
+}
+
+// `n` rows are in hand: their channels, convolved, and the tails behind them.
+__device__ __forceinline__ void convolve_rows(
+        const Params& p, Rows& m, const Work& w, const Role& role,
+        const Numbers& two, Channels& ch, const Inputs& in, int n) {
+    #pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        if (i >= n)
+            break;
+        ch.convolve(w, role, in.in[i], m.now[i]);
+        if (ROWS > 1)
+            ch.leave(p, w, role, two, __shfl_sync(~0u, in.outs, i));
+    }
+}
+
 // Row i of those in hand: its products with the state; then, behind the barrier, the state takes
 // the row up, if anybody needs that.
 __device__ __forceinline__ void step(
@@ -448,11 +472,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
     const Late late = {pending, LEAVES ? here : stays};
     Inputs in;
     if (LEAVES)
-        in.ask_outs(p, w, w.r0);
-    if (LEAVES)
-        if (Head* const then = behind(p, w, late, in.outs))
-            if (!role.side)
-                write_state(own, mem, then);
+        write_behind(p, w, role, own, late, mem, in);
     pdl_wait();
     if (w.r0 < w.r1)
         in.ask(p, w, role, two, w.r0);
@@ -468,14 +488,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(
                 in.ask_outs(p, w, base);
             __syncthreads();  // the rows before are done with
         }
-        #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            if (i >= n)
-                break;
-            ch.convolve(w, role, in.in[i], m.now[i]);
-            if (ROWS > 1)
-                ch.leave(p, w, role, two, __shfl_sync(~0u, in.outs, i));
-        }
+        convolve_rows(p, m, w, role, two, ch, in, n);
         __syncthreads();
         scalars.put(
                 m, w, role, in.ba,

@@ -207,6 +207,7 @@ def test_late_writes(seed, monkeypatch):
     for i in range(40):
         how = any_step(rng)
         monkeypatch.setattr(delta, '_WIDE', rng.choice([1,99]))
+        monkeypatch.setattr(delta, '_FEW', rng.choice([0,99]))
         monkeypatch.setattr(Emulator, 'multiprocessors', rng.choice([1,2*VH,99]))
         got,want = [w.step(*how) for w in (late,now)]
         assert np.isfinite(want).all(), (i, how)

@@ -142,13 +142,15 @@ class WideArgs(NamedTuple):
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #0750d5a5
 def _in_hand(card, rows, seqs, blocks)->dict:
     "How many rows of a sequence are in hand at once, and blocks of a multiprocessor"
-    if rows<=seqs or blocks>_FEW:
+    many = blocks>_FEW
+    one_draft = rows==2*seqs
+    if rows<=seqs or many and not one_draft:
         return dict(ROWS=1, RESIDENT=4)
-    # drafts of one sequence: such that a block finds room beside the product before it; of several,
-    # or where there are more blocks than multiprocessors, with registers for all that they ask for
-    if seqs==1 and blocks<=card.multiprocessors:
-        return dict(ROWS=2 if rows==2 else 4, RESIDENT=4)
-    return dict(ROWS=4, RESIDENT=2)
+    # where a multiprocessor has a block, such that it finds room beside the product before it;
+    # else, but of very many, with registers for all that rows ask for
+    beside = many or seqs==1 and blocks<=card.multiprocessors
+    hand = 2 if one_draft and (seqs==1 or blocks>2*card.multiprocessors) else 4
+    return dict(ROWS=hand, RESIDENT=4 if beside else 2)
 
 def _launch_step(card, kh, seqs, args, how):
     "Launch `delta_step`: blocks of 32 columns of a head and a sequence"

@@ -1153,7 +1153,8 @@ def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
     many = [most, *(1<<i for i in range(most.bit_length()))]  # as products are shared out
     def start(seqs):
         return max(1, min(-(-_CROWD//seqs)*PIECE, longest)-rows)
-    return [*few, *((rows, n, start(n)) for n in sorted(set(many)))]
+    pairs = [(2, n) for n in (2,4) if n<=most]  # delta nets: rows in hand depend on both
+    return [*few, *pairs, *((rows, n, start(n)) for n in sorted(set(many)))]
 
 # %% ../../nbs/5_engine/15_card_stepper.ipynb #91083759
 @patch

@@ -104,10 +104,18 @@ def drafting_bytes(
         g.cache, g.reads, context)
     return heads+matrices+kv+batch*g.states*g.cache.bytes_per_state
 
-def states_moved(c, rows:int)->float:
-    "States that a step reads and writes of a sequence that has so many rows in it"
-    late = rows==1 and 'delta' in c.mixers  # written every few steps
-    return 1+(1/(PENDING+1) if late else rows)
+def states_moved(
+    c, # Config of the model
+    rows:int, # Of each sequence
+    seqs:int=1, # In the step
+)->float:
+    "States of a sequence that a step reads and writes, on average"
+    writes = rows
+    if 'delta' in c.mixers and rows==1:
+        writes = 1/(PENDING+1) # Every few steps
+    elif 'delta' in c.mixers and rows==2 and seqs==1:
+        writes = 1 # The state before both rows, which are pending beside it
+    return 1+writes
 
 def step_bytes(
     llm, batch:int=1, context:int=0, drafts:int=0
@@ -118,7 +126,7 @@ def step_bytes(
     experts,dense = matrix_bytes(m.layers, c, batch*rows)
     own = [i for i in cache.kv if i<c.num_layers]
     found = dict(projections=dense, experts=experts, head=m.lm_head.weight.nbytes)
-    found |= dict(states=states_moved(c, rows)*batch*cache.bytes_per_state)
+    found |= dict(states=states_moved(c, rows, batch)*batch*cache.bytes_per_state)
     found |= dict(kv=batch*kv_bytes(c, cache, own, context))
     if drafts:
         found |= dict(drafting=drafting_bytes(llm, batch, context, drafts))

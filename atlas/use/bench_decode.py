@@ -203,7 +203,7 @@ def _experts_move(a, llm, batch)->float:
 def _states_move(a, llm, batch, drafts)->float:
     "Bytes that one recurrent layer moves: states, and rows"
     state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
-    return states_moved(llm.config, 1+drafts)*batch*state+_size(a, ('x','y'))
+    return states_moved(llm.config, 1+drafts, batch)*batch*state+_size(a, ('x','y'))
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #60a63792
 def _traffic(name, names, args, llm, batch, context, drafts=0):

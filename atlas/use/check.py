@@ -904,6 +904,7 @@ _MANY_NETS = dict(
 _CROWD = [(70,3),(0,2),*[(9,1)]*11]
 
 _ROWS = [(70,5),(0,2)]
+_DRAFTS = [(70,2),(0,2),(9,2),(5,2)]
 
 def _net(rng, host, kh, vh, d):
     "Rows, weights and states of a delta net"
@@ -965,6 +966,10 @@ def _states_too(y, want, host, left, pools):
 @_case('delta_step', '7 rows', **_NETS)
 def _delta_rows(card, rng, run, **kw):
     return _delta(card, rng, run, _ROWS, **kw)
+
+@_case('delta_step', '4 rows and their drafts', Qwen=_MANY_NETS['Qwen'])
+def _delta_drafts(card, rng, run, **kw):
+    return _delta(card, rng, run, _DRAFTS, **kw)
 
 @_case('delta_wide', '16 rows', **_MANY_NETS)
 def _delta_wide(card, rng, run, **kw):
