@@ -28,7 +28,7 @@ def plain(text:str|None, most:int=60)->str|None:
     return line if len(line)<=most else line[:most-1]+'…'
 
 PlainText = Annotated[str|None, AfterValidator(plain)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1<<53)] # What floats hold exactly
 Amount = Annotated[float, Field(ge=0)]
 Value = Amount|None # None: not measured
 

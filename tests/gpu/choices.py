@@ -1,8 +1,8 @@
 """What a step takes with other options of its kernels, other constants or other sources, by turns
 in one process, in microseconds; and whether it says the same tokens.
 
-    python tests/gpu/choices.py [--emulator] [--model qwen3.6-35b-a3b] [--drafts 3] [--rounds 2]
-        --choices CHOICE ...
+    python tests/gpu/choices.py [--emulator] [--model qwen3.6-35b-a3b] [--drafts 3] [--seqs 1,4]
+        [--rounds 2] --choices CHOICE ...
 
 A choice is a word, whose parts are joined by "+":
 
@@ -10,8 +10,9 @@ A choice is a word, whose parts are joined by "+":
     gemv:K=4096:@FOLDER              it is made of the sources in FOLDER, a copy of kernels/
     atlas.cuda.experts._AHEAD=.8     a constant of a module
 
-Steps of 1, 2 and 4 sequences are timed, or with --drafts those of one sequence that checks so many
-drafts, and fewer. What is there is timed first in each round, as "now"."""
+Steps of 1, 2 and 4 sequences are timed, or of those of --seqs; with --drafts steps of one sequence,
+or of those, each of which checks one draft, two, and so on. What is there is timed first in each
+round, as "now"."""
 from ast import literal_eval
 from contextlib import contextmanager
 from dataclasses import dataclass,field
@@ -112,28 +113,26 @@ def forget(llm):
     calls._variants.clear()
     llm.engine.stepper.graphs.clear()
 
-def times(llm, drafts, steps)->list:
+def times(llm, seqs, drafts, steps)->list:
     "Microseconds of steps, of which so many are timed"
-    if drafts:
-        points = [measure(llm, 1, 0, steps, None, k) for k in range(1, drafts+1)]
-    else:
-        points = [measure(llm, b, 0, steps) for b in (1,2,4)]
-    return [p.us for p in points]
+    each = range(1, drafts+1) if drafts else (0,)
+    return [measure(llm, b, 0, steps, drafts=k).us for b in seqs for k in each]
 
-def said(llm, n=24)->list:
-    "What the model says"
+def said(llm, seqs, n=24)->list:
+    "What the model says to as many prompts as a step has at most"
     p = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-    return llm.generate([5,6,7], p).token_ids
+    prompts = [[5+i,6,7] for i in range(max(seqs))]
+    return [out.token_ids for out in llm.generate(prompts, p)]
 
-def tried(llm, choices, drafts, rounds, steps)->list:
+def tried(llm, choices, seqs, drafts, rounds, steps)->list:
     "Have all `choices` take their turns; what is wrong"
-    bad,made,want = [],{},said(llm)
+    bad,made,want = [],{},said(llm, seqs)
     for i in range(rounds):
         for c in choices:
             with chosen(llm, c, made):
-                if not i and said(llm)!=want:
+                if not i and said(llm, seqs)!=want:
                     bad.append(f'{c.name}: other tokens')
-                c.took.append(times(llm, drafts, steps))
+                c.took.append(times(llm, seqs, drafts, steps))
             now = choices[0].took[i]
             more = [f'{us:9.1f} {us-was:+7.1f}' for us,was in zip(c.took[i], now)]
             print(f'{i+1} {c.name:40}', *more, flush=True)
@@ -145,20 +144,22 @@ def medians(choices):
         middle = [median(column) for column in zip(*c.took)]
         print(f'| {c.name} |', *[f'{us:,.0f} |' for us in middle])
 
-def engine(o, drafts):
-    "The model, as it is to be run"
+def engine(o, most, drafts):
+    "The model, as it is to be run, for at most so many sequences"
     how = dict(speculative='mtp', num_speculative_tokens=drafts) if drafts else {}
     name = 'qwen3.6-drafts' if o.emulator else o.model
-    return toy(name, o.emulator, 4, 512 if o.emulator else 4096, show=False, **how)
+    return toy(name, o.emulator, most, 512 if o.emulator else 4096, show=False, **how)
 
 if __name__=='__main__':
     o = arguments(
         __doc__, model=dict(default='qwen3.6-35b-a3b'), drafts=dict(type=int, default=0),
-        rounds=dict(type=int, default=2), choices=dict(nargs='*', default=[]))
+        seqs=dict(default=''), rounds=dict(type=int, default=2),
+        choices=dict(nargs='*', default=[]))
     choices = [Choice('now'), *(Choice(c, list(map(part, c.split('+')))) for c in o.choices)]
-    llm = engine(o, o.drafts)
+    seqs = [int(n) for n in o.seqs.split(',') if n] or ([1] if o.drafts else [1,2,4])
+    llm = engine(o, max(4, *seqs), o.drafts)
     _blank(llm)
-    bad = tried(llm, choices, o.drafts, o.rounds, 2 if o.emulator else 64)
+    bad = tried(llm, choices, seqs, o.drafts, o.rounds, 2 if o.emulator else 64)
     medians(choices)
     llm.close()
     verdict(bad, f'{len(choices)} choices say the same tokens')
