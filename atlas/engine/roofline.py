@@ -107,7 +107,7 @@ def drafting_bytes(
 def states_moved(
     c, # Config of the model
     rows:int, # Of each sequence
-    seqs:int=1, # In the step
+    seqs:int=1, # In the step; states of several with one draft are counted as if all were written
 )->float:
     "States of a sequence that a step reads and writes, on average"
     writes = rows
