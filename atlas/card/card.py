@@ -281,10 +281,15 @@ class _Ready:
     def __init__(self, name, defines, card):
         self.card,self.src,self.defines = card,Source(name),dict(defines)
         self._seen,self._memory,self._lock = {},{},threading.Lock()
-        self.k = card.load(self.src, options_of(self.defines))
+        self.k = None
         self._emulated = card.kind=='emulator'
         self._type = CardArray if self._emulated else card.xp.ndarray
         self._address = card.address
+    def load(self):
+        "Have it ready to launch; who comes meanwhile waits"
+        with self._lock:
+            if self.k is None:
+                self.k = self.card.load(self.src, options_of(self.defines))
     def _checked(self, args):
         "Memory for arguments like these, which are as the contract wants them"
         _checked(self.src, args, self.defines)
@@ -332,9 +337,14 @@ def _too_many(name, grid):
     raise AtlasError(f'{name}: a grid of {grid} blocks, and {most}')
 
 _variants = {} # (name, card, defines in the order of a call) -> `_Ready`
+_kernels = {} # (name, sorted defines, card) -> `_Ready`
 
-@functools.cache
-def _ready(name, defines, card): return _Ready(name, defines, card)
+def _ready(name, defines, card)->_Ready:
+    "The one kernel of this name and these values on a card, ready to launch"
+    key = name,defines,card
+    k = _kernels.get(key) or _kernels.setdefault(key, _Ready(name, defines, card))
+    k.load()
+    return k
 
 def _three(n):
     return (*n, 1, 1)[:3] if isinstance(n, tuple) else (n, 1, 1)
