@@ -1044,12 +1044,34 @@ async def test_what_is_replaced_holds_its_memory_until_it_is_gone(tmp_path, monk
 def test_groups_pins_and_ttl_reach_the_models():
     from atlas.service.reload import build
     models = 'models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}'
-    groups = 'groups: {g: {members: [a, c], exclusive: true}}'
+    groups = 'groups: {g: {members: [a, c], swap: false}}'
     ms = build(fleet_of(f'{models}\n{groups}', env={}), **HOW)
     told = [(m.ttl, m.pinned, m.group) for m in ms.all]
     assert told==[(300,False,'g'), (None,True,None), (None,False,'g')]
     g = ms.residency.groups['g']
-    assert (g.together, g.alone)==(False, True)
+    assert (g.together, g.alone)==(True, False)
+
+def in_a_group(how, *pinned):
+    "A file of three models, of which `a` and `b` are in a group"
+    models = [f'  {n}: {{model: tiny, pin: {str(n in pinned).lower()}}}' for n in 'abc']
+    return '\n'.join(['models:', *models, f'groups: {{g: {{members: [a, b], {how}}}}}'])
+
+@pytest.mark.parametrize('how,pinned,out', [
+    ('', 'a', 'b'), ('exclusive: true', 'a', 'bc'), ('swap: false, exclusive: true', 'a', 'c'),
+    ('exclusive: true', 'c', 'ab'), ('', 'ab', 'b'), ('swap: false, exclusive: true', 'bc', 'ac')])
+def test_groups_that_keep_a_model_out_for_ever(how, pinned, out):
+    "As one that is pinned is in its way: refused, each with its line"
+    e = refusal(in_a_group(how, *pinned))
+    found = [e,*e.others]
+    assert [x.line for x in found]==['abc'.index(n)+2 for n in out]
+    for n,x in zip(out, found):
+        assert f'models.{n} may not be resident beside' in x.msg and 'Unpin' in x.hint
+
+@pytest.mark.parametrize('how,pinned', [
+    ('', ''), ('exclusive: true', ''), ('', 'c'), ('swap: false', 'abc'),
+    ('swap: false, exclusive: true', '')])
+def test_groups_that_take_turns(how, pinned):
+    fleet_of(in_a_group(how, *pinned), env={})
 
 # -- other servers -------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from .entries import ALSO,ENGINE,SERVES,SIZED
 from .entries import Defaults,FallbacksEntry,GroupEntry,ModelEntry,FleetPart,Persona
 from .entries import FleetError,Marked,Size,Text,UpstreamEntry,WatchEntry,nearest
 from .protocol.base import found
+from .residency import Group,Resident,rivals
 from .upstream import server_url
 from ..text.chat import check_variables
 from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
@@ -135,6 +136,11 @@ def group_of(self:Fleet, name:str)->str|None:
     "The group that a model is in, which the model says or the group"
     listed = [g for g,group in self.groups.items() if name in group.members]
     return listed[0] if listed else self.setting(name, 'group')
+
+@patch(as_prop=True)
+def places(self:Fleet)->dict[str,Group]:
+    "The groups of models, as `Residency` takes them"
+    return {n: Group(together=not g.swap, alone=g.exclusive) for n,g in self.groups.items()}
 
 @patch(as_prop=True)
 def first(self:Fleet)->list[str]:
@@ -436,6 +442,20 @@ def _grouped(self:Fleet):
                 yield self.refused(at, said, 'A model is in one group')
     for n in self.models:
         yield from self._own_group(n, of)
+    yield from self._kept_out()
+
+@patch
+def _kept_out(self:Fleet):
+    "A refusal for each model that groups never let in, since a pinned one is there"
+    pins,there = {n: bool(self.setting(n, 'pin')) for n in self.models},[]
+    for n in sorted(pins, key=pins.get, reverse=True): # those that are pinned first
+        m = Resident(n, group=self.group_of(n))
+        if beside := [p.name for p in there if rivals(m, p, self.places)]:
+            said = f'may not be resident beside {beside[0]}, which is pinned'
+            hint = f'Unpin {beside[0]}, or change their groups'
+            yield self.refused(('models',n), said, hint)
+        if pins[n]:
+            there.append(m)
 
 @patch
 def _own_group(self:Fleet, name, of):
