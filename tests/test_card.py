@@ -435,9 +435,9 @@ def larger(monkeypatch):
     def f(n):
         monkeypatch.setattr(Emulator, 'multiprocessors', n)
         monkeypatch.setattr(card_calls, '_variants', {})
-        card_calls._ready.cache_clear()
+        card_calls._kernels.clear()
     yield f
-    card_calls._ready.cache_clear()
+    card_calls._kernels.clear()
 
 def replayed(stepper)->list:
     "How many tokens are replayed in each launch from now on"

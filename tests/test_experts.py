@@ -4,7 +4,7 @@ a launch may meet.
 The emulator runs one block after the other, so blocks cannot wait for each other there.
 `together` launches both halves once the first has run: that launch finds the hidden values
 of all blocks."""
-import functools,re,shutil,subprocess
+import re,shutil,subprocess
 import numpy as np,pytest
 import atlas.card.card as card,atlas.card.launch
 from dataclasses import replace
@@ -205,7 +205,7 @@ def late(tmp_path, monkeypatch):
         p.write_text(text)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
     put(card, '_variants', {})
-    put(card, '_ready', functools.cache(card._ready.__wrapped__))
+    put(card, '_kernels', {})
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1), ('long',1),

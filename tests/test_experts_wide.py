@@ -308,7 +308,7 @@ def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path)
     assert text.count(wait)==1
     p.write_text(text.replace(wait, ''))
     card._variants.clear()
-    card._ready.cache_clear()
+    card._kernels.clear()
     overlap.on = True
     with np.errstate(all='ignore'):
         got = twice(n)

@@ -2,7 +2,7 @@
 they write. Here each does, as early as it may: what it could read too early is 0xFF until it
 has waited. Which kernels may still run follows from who lets the next one in before its own
 wait (lib/pdl.cuh)."""
-import ctypes,functools,re,shutil
+import ctypes,re,shutil
 import numpy as np,pytest
 from types import SimpleNamespace
 import atlas.card.card as card,atlas.card.launch
@@ -105,7 +105,7 @@ def overlap(tmp_path, monkeypatch):
     shutil.copytree(kernel_dir(), root)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
     put(card, '_variants', {})
-    put(card, '_ready', functools.cache(card._ready.__wrapped__))
+    put(card, '_kernels', {})
     put(card._Ready, '__call__', o.early(card._Ready.__call__))
     for kind,name in [(Emulator,'write'), (Emulator,'upload'), (Graph,'__call__')]:
         put(kind, name, o.after_all(getattr(kind, name)))

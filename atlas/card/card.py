@@ -8,22 +8,21 @@ Docs: https://atlas-inference.github.io/atlas/2_card/card.html.md"""
 __all__ = ['on_card', 'card_of', 'TensorMap', 'Arguments', 'Launch', 'run', 'Limits', 'limits', 'capturing', 'microseconds']
 
 # %% ../../nbs/2_card/05_card.ipynb #7783c8db
-import contextlib,ctypes,functools,gc,re,struct,threading
+import contextlib,ctypes,functools,re,struct,threading
 import numpy as np
 from dataclasses import dataclass
 from fastcore.basics import patch
-from ..ground.core import AtlasError,DeviceError
+from ..ground.core import AtlasError,DeviceError,no_cycles
 from ..ground.core import cp
 from .device import Cuda,Device,faults,quiet
 from .emulator import CardArray,Emulator,strips_whole
 from .launch import Source,_mismatch,broken_contract,loaded,noted,options_of,prepare
 
 # %% ../../nbs/2_card/05_card.ipynb #8af49fb2
-@functools.cache
-def _emulator(): return Emulator()
+_devices = {} # A card's number, or None for the emulator -> the one `Device` for it
 
-@functools.cache
-def _cuda(index): return Cuda(index)
+def _emulator(): return _devices.get(None) or _devices.setdefault(None, Emulator())
+def _cuda(index): return _devices.get(index) or _devices.setdefault(index, Cuda(index))
 
 def on_card(a)->bool:
     "Is `a` an array of a card, or of the emulator?"
@@ -409,9 +408,8 @@ def capturing(stream):
         graph = None
     c = _C()
     card = _cuda(cp.cuda.runtime.getDevice())
-    collecting = gc.isenabled()
-    with quiet.recording(), stream:
-        gc.disable() # what it finds may give memory back, which a recording does not survive
+    # what a collection finds may give memory back, which a recording does not survive
+    with no_cycles(), quiet.recording(), stream:
         stream.begin_capture()
         card.plain = card.recorded = True
         try:
@@ -424,8 +422,6 @@ def capturing(stream):
             c.graph = stream.end_capture()
         finally:
             card.plain,card.recorded = True,False
-            if collecting:
-                gc.enable()
 
 def microseconds(
     f, # Launches kernels

@@ -66,7 +66,8 @@ class CardArrays(HostArrays):
     def passing(self, a): return not on_card(a)
     def sums(self, arrays):
         there = [a for a in arrays if on_card(a)]
-        with self.stream.here():
+        # Not where another thread has arrays made: its weights would lie beside ours
+        with self.card.making_in(None), self.stream.here():
             found = iter(checksums(self.card, there))
         return [next(found) if on_card(a) else HOST.sums([a])[0] for a in arrays]
 

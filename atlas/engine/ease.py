@@ -125,9 +125,11 @@ def recalled(self:LoadedModel):
 @patch(as_prop=True)
 def lent(self:LoadedModel)->int:
     "Bytes of blocks that are lent"
-    if self.engine is None or self.asleep:
+    # one look at `engine`: another thread may be putting the model to sleep
+    scheduler = getattr(self.engine, 'scheduler', None)
+    if scheduler is None or self.asleep:
         return 0
-    return len(self.engine.scheduler.pool.lent)*self._block_bytes()
+    return len(scheduler.pool.lent)*self._block_bytes()
 
 @patch
 def pressure(self:LoadedModel, root='/')->Pressure:

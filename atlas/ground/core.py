@@ -12,7 +12,7 @@ __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', '
            'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
-import gc,os,re,sys
+import gc,os,re,sys,threading
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
@@ -185,16 +185,33 @@ def processors()->int:
     return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
 
 # %% ../../nbs/1_ground/01_core.ipynb #18827ffb
+class _NoCycles:
+    "How many want none to be looked for; who comes first switches it off, and who goes last on"
+    def __init__(self):
+        self.lock,self.many,self.was = threading.Lock(),0,True
+    def begin(self):
+        with self.lock:
+            if not self.many:
+                self.was = gc.isenabled()
+            self.many += 1
+            gc.disable()
+    def end(self):
+        with self.lock:
+            self.many -= 1
+            if self.was and not self.many:
+                gc.enable()
+
+_no_cycles = _NoCycles()
+
 @contextmanager
 def no_cycles():
-    "A context, or decorator, in which Python does not look for cycles of objects"
-    was = gc.isenabled()
-    gc.disable()
+    """A context, or decorator, in which Python does not look for cycles of objects; threads may
+    be in several at a time"""
+    _no_cycles.begin()
     try:
         yield
     finally:
-        if was:
-            gc.enable()
+        _no_cycles.end()
 
 # %% ../../nbs/1_ground/01_core.ipynb #e3df818f
 def in_notebook()->bool:

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/management.html.md"""
 __all__ = ['BY_HAND', 'ModelBody', 'no_page', 'page']
 
 # %% ../../nbs/7_service/16_management.ipynb #b0985485
-import asyncio,base64,hashlib,re
+import base64,hashlib,re
 from contextlib import aclosing,suppress
 from dataclasses import asdict
 from datetime import datetime,timezone
@@ -303,22 +303,16 @@ async def scrape(self:Service)->Response:
 
 # %% ../../nbs/7_service/16_management.ipynb #5bee0032
 @patch
-async def machine(self:Service, fresh:float=1., patience:float=2.)->tuple:
+async def machine(self:Service, fresh:float=1.)->tuple:
     "What cards and memory say, at most `fresh` seconds old; nobody waits for a driver that hangs"
     if monotonic()-getattr(self, '_looked', -fresh)>=fresh:
         self._looked = monotonic()
+        if not hasattr(self, '_sensors'):
+            from atlas.card.sensors import Machine,OneAtATime
+            self._sensors = OneAtATime(Machine())
         with suppress(TimeoutError):
-            look = asyncio.to_thread(self._machine)
-            self.metrics.machine = await asyncio.wait_for(look, patience)
+            self.metrics.machine = await self._sensors()
     return self.metrics.machine
-
-@patch
-def _machine(self:Service):
-    "The first question finds the cards"
-    if not hasattr(self, '_sensors'):
-        from atlas.card.sensors import Machine
-        self._sensors = Machine()
-    return self._sensors()
 
 # %% ../../nbs/7_service/16_management.ipynb #c869aedd
 def _hash(js):

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import time
 from fastcore.basics import patch
 import httpx
+from ..card.sensors import Machine,OneAtATime
 from ..ground.core import AtlasError,INSTALL_CUDA,home
 
 # %% ../../nbs/7_service/32_watch.ipynb #94be6e83
@@ -184,7 +185,7 @@ class Watcher:
         clock=time,
     ):
         self.endpoints,self.tell,self.every = endpoints,tell,every
-        self.models,self.machine = models,machine
+        self.models,self.machine = models,machine and OneAtATime(machine)
         self.key,self.clock = key,clock
         self.damper = damper or Damper()
         self.client = client or httpx.AsyncClient(timeout=10., follow_redirects=True)
@@ -198,13 +199,18 @@ class Watcher:
         if self.models:
             seen += models_seen(self.models.health())
         if self.machine:
-            seen += await asyncio.to_thread(self._cards)
+            seen += await self._cards()
         return seen
-    def _cards(self):
-        cards,_ = self.machine()
+    async def _cards(self):
+        "What cards say, and whether their driver answers"
+        driver = "the cards' driver"
+        try:
+            cards,_ = await self.machine()
+        except TimeoutError:
+            return [Seen(driver, False, 'does not answer')]
         hot = {f'card {c.card}': _HOT&set(c.reasons) for c in cards}
-        return [
-            Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items()]
+        return [Seen(driver, True), *(
+            Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items())]
 
 # %% ../../nbs/7_service/32_watch.ipynb #59592cf6
 @patch
@@ -311,7 +317,5 @@ def watching(entry):
     a fleet) names. A `WatchError` at once where nobody can be told"""
     tell = teller(entry.notify)
     async def run(models):
-        from atlas.card.sensors import Machine
-        machine = await asyncio.to_thread(Machine)
-        await Watcher(dict(entry.endpoints), tell, entry.every, models, machine).run()
+        await Watcher(dict(entry.endpoints), tell, entry.every, models, Machine()).run()
     return run

@@ -19,7 +19,7 @@ from dataclasses import dataclass,field
 from importlib import import_module
 from statistics import median
 from atlas.card import card as calls
-from atlas.card.launch import Source,options_of
+from atlas.card.launch import Source
 from atlas.ops.sample import SamplingParams
 from atlas.use.bench_decode import _blank,measure
 from toys import arguments,toy,verdict
@@ -86,9 +86,11 @@ def swapped(swaps, ready, made):
             folder = s.folder or folder
         key = name,tuple(sorted(options.items())),folder
         if key not in made:
-            k = made[key] = calls._Ready(name, options, card)
+            k = calls._Ready(name, options, card)
             if folder:
-                k.k = card.load(Source(name, folder), options_of(options))
+                k.src = Source(name, folder)
+            k.load()
+            made[key] = k
         return made[key]
     return other
 
