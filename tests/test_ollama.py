@@ -344,7 +344,7 @@ def test_show_of_a_model_that_is_not_loaded():
         if len(read)==1:
             raise SourceError('Not there')
         return dict(tokenizer=tok, template=template, parsers=('hermes',None), spec=None)
-    m = Model(EngineConfig('asleep'), text=text)
+    m = Model(EngineConfig('asleep', load_format='dummy'), text=text)
     app = create_app(Models([m], first=()), doors=DOORS)
     with TestClient(app, **quiet) as c:
         shown = [c.post('/api/show', json=dict(model='asleep')).json() for _ in range(3)]
@@ -352,6 +352,17 @@ def test_show_of_a_model_that_is_not_loaded():
         assert c.get('/api/ps').json()['models']==[]
     assert shown==[['completion'],['completion','tools'],['completion','tools']]
     assert read==['asleep']*2 and m.state=='unloaded'
+
+def test_show_fetches_nothing():
+    "What is asked of a model that is not on this disk does not bring it here"
+    from atlas.ground.options import EngineConfig
+    from atlas.service.process import Model
+    def text(config):
+        raise AssertionError('it would be fetched')
+    m = Model(EngineConfig('nobody/nowhere'), text=text)
+    with TestClient(create_app(Models([m], first=()), doors=DOORS), **quiet) as c:
+        r = c.post('/api/show', json=dict(model='nobody/nowhere'))
+        assert r.status_code==200 and r.json()['capabilities']==['completion']
 
 class Embedder(FakeRunner):
     async def call(self, op, ids, **kw):

@@ -11,6 +11,7 @@ __all__ = ['REASONS', 'SensorReading', 'Sensors', 'Machine', 'OneAtATime', 'read
 import asyncio,logging
 from dataclasses import dataclass,field
 from fastcore.basics import patch
+from ..ground.core import in_thread
 from .pressure import Look,look
 try:
     import pynvml
@@ -128,8 +129,9 @@ class OneAtATime:
     async def __call__(self):
         "What it says, asked now or by whoever waits already; a `TimeoutError` if that takes long"
         if self.asked is None or self.asked.done():
-            self.asked = asyncio.ensure_future(asyncio.to_thread(self.ask))
-        return await asyncio.wait_for(asyncio.shield(self.asked), self.patience)
+            self.asked = in_thread(self.ask)
+        said = asyncio.shield(asyncio.wrap_future(self.asked))
+        return await asyncio.wait_for(said, self.patience)
 
 # %% ../../nbs/2_card/10_sensors.ipynb #12268904
 def _shown(cards, visible)->list:

@@ -29,6 +29,7 @@ class Runner:
         self.engine,self.sink,self.ops = engine,sink,ops or {}
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
         self.compiling = set() # Numbers whose guides are being compiled
+        self.left = set() # Numbers that were given up, and nobody has read so yet
         self.pool = ThreadPoolExecutor(1, 'guide')
         self.numbers,self.ids = {},{} # id -> number, number -> id
         self.news,self.told = True,0. # Are there numbers to tell; when some were told
@@ -97,6 +98,7 @@ def _refuse(self:Runner, n, rid, e):
 @patch
 def _abort(self:Runner, n):
     "Request `n` ends now, if it is there; one whose guide is being compiled never begins"
+    self.left.discard(n)
     if n in self.compiling:
         self.compiling.discard(n)
         return [Event(self.ids[n], finish='abort')]
@@ -166,7 +168,8 @@ def refuse(self:Runner, n:int, rid:str, e:AtlasError):
 
 @patch
 def abort(self:Runner, n:int):
-    "End request `n` within a step"
+    "End request `n` within a step; a computation that has not begun is left out"
+    self.left.add(n)
     self._put(self._abort, n)
 
 @patch
@@ -218,11 +221,16 @@ def _idle(self:Runner)->bool:
 
 @patch
 def _read(self:Runner)->list[Event]:
-    "Carry out the notes; what came of them at once"
+    "Carry out the notes that are there, up to a computation; what came of them at once"
     out = []
-    while self.inbox:
+    for _ in range(len(self.inbox)):
         do,*args = self.inbox.popleft()
+        computes = do==self._call
+        if computes and args[0] in self.left:
+            continue # who asked has gone
         out += do(*args) or []
+        if computes:
+            break # between two of them comes a step
     return out
 
 # %% ../../nbs/5_engine/18_runner.ipynb #e85ac28d

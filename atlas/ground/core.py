@@ -8,11 +8,12 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
-           'seconds_in', 'kernel_dir', 'home', 'processors', 'no_cycles', 'in_notebook', 'interactive', 'told',
-           'progress']
+           'seconds_in', 'kernel_dir', 'home', 'processors', 'no_cycles', 'in_thread', 'in_notebook', 'interactive',
+           'told', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,re,sys,threading
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
@@ -212,6 +213,20 @@ def no_cycles():
         yield
     finally:
         _no_cycles.end()
+
+# %% ../../nbs/1_ground/01_core.ipynb #db4c906a
+def in_thread(f, *args)->Future:
+    "What `f` gives or raises, by a thread that nobody waits for when the process ends"
+    out = Future()
+    def go():
+        if not out.set_running_or_notify_cancel():
+            return
+        try:
+            out.set_result(f(*args))
+        except BaseException as e:
+            out.set_exception(e)
+    threading.Thread(target=go, name=getattr(f, '__name__', None), daemon=True).start()
+    return out
 
 # %% ../../nbs/1_ground/01_core.ipynb #e3df818f
 def in_notebook()->bool:

@@ -49,6 +49,7 @@ class Gateway(uvicorn.Server):
         self.models,self.drain,self.ready = models,drain,ready
         self.signals = 0 # That asked for an end
         self.leaving = None # The task that lets answers finish
+        self.ending = None # The loop, while processes end
         self.error = None # Why it ended by itself
     changed = False # Has somebody asked to read the file of models again?
     def handle_exit(self, sig, frame):
@@ -57,6 +58,8 @@ class Gateway(uvicorn.Server):
             self.changed = True
         else:
             self.signals += 1
+            if self.ending and self.signals>1: # when nobody ticks any more
+                self.ending.call_soon_threadsafe(self.models.abort, False)
     @contextmanager
     def capture_signals(self):
         before = signal.getsignal(signal.SIGHUP)
@@ -93,9 +96,11 @@ class Gateway(uvicorn.Server):
             return True
         return bool(self.leaving and self.leaving.done())
     async def shutdown(self, sockets=None):
+        self.ending = asyncio.get_running_loop()
         self.models.abort()
         await super().shutdown(sockets)
         await self.models.close()
+        self.ending = None
 
 # %% ../../nbs/7_service/36_gateway.ipynb #bee0e1d6
 @patch

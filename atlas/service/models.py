@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/models.html.md"""
 __all__ = ['Models']
 
 # %% ../../nbs/7_service/29_models.ipynb #6a7e0016
-import asyncio
+import asyncio,logging
 from fastcore.basics import patch
 from ..ground.core import AtlasError,RequestError,SourceError
 from .admission import Residency
@@ -409,9 +409,12 @@ def abort(self:Models,
     self._tell(None)
 
 # %% ../../nbs/7_service/29_models.ipynb #9575567e
+_log = logging.getLogger('atlas')
+
 @patch
 async def close(self:Models, drain:float=0.):
-    "The same after a drain, and wait until all processes are gone"
+    """The same after a drain, and wait until all processes are gone; one that cannot be ended, as
+    its driver hangs, is left behind"""
     if drain:
         await self.drain(drain)
     self.abort()
@@ -419,7 +422,21 @@ async def close(self:Models, drain:float=0.):
     ends += [
         *self.going.values(), *self.parting,
         *(u.close() for u in self.upstreams)]
-    await asyncio.gather(*ends, return_exceptions=True)
+    over = asyncio.gather(*ends, return_exceptions=True)
+    await asyncio.wait([over], timeout=self._longest())
+    for m in self._alive():
+        _log.error('The process of %s could not be ended', m.name)
+
+@patch
+def _alive(self:Models)->list[Model]:
+    "Those that have a process"
+    return [m for m in self._every() if getattr(m, 'child', None)]
+
+@patch
+def _longest(self:Models)->float:
+    "Seconds after which every process has ended by itself, or was killed and should be gone"
+    times = [m.policy.keep if m.keeps else m.policy.grace for m in self._alive()]
+    return max(times, default=0.)+10
 
 # %% ../../nbs/7_service/29_models.ipynb #189a94c5
 @patch(as_prop=True)

@@ -13,8 +13,7 @@ __all__ = ['OLLAMA_CHAT', 'OLLAMA_GENERATE', 'FOREVER', 'VERSION', 'NumPredict',
            'as_lines', 'endpoints']
 
 # %% ../../nbs/7_service/18_ollama.ipynb #cc13ebe4
-import asyncio,hashlib,ipaddress,logging,re
-from concurrent.futures import ThreadPoolExecutor
+import asyncio,hashlib,ipaddress,logging,re,threading
 from dataclasses import dataclass,field
 from datetime import datetime,timedelta,timezone
 from functools import partial
@@ -25,8 +24,8 @@ from fastapi.responses import JSONResponse,Response
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
 from ..ground.catalog import find_entry
-from ..ground.core import AtlasError,RequestError,seconds_in
-from ..ground.hub import NAMED,pull
+from ..ground.core import AtlasError,RequestError,in_thread,seconds_in
+from ..ground.hub import NAMED,here,pull
 from ..ground.requests import SamplingParams
 from .http import RightsError
 from .protocol.anthropic import tool_input
@@ -575,12 +574,19 @@ def capabilities(side:dict)->list[str]:
     can = dict(tools=tools, insert=fills, vision=side.get('spec'), thinking=thoughts)
     return ['completion', *(k for k,v in can.items() if v)]
 
+async def _is_here(m)->bool:
+    "Are a model's files on this disk, or does it need none?"
+    if m.side or m.served or m.config.load_format=='dummy':
+        return True
+    return bool(await asyncio.wrap_future(in_thread(here, m.config.model)))
+
 @patch
 async def text_side(self:Service, m)->dict:
-    "Tokenizer, template and parsers of a model; empty where it has none here"
+    """Tokenizer, template and parsers of a model; empty where it has none here: nothing is fetched
+    for a question"""
     if u := m.ready_model:
         return {k:getattr(u, k) for k in ('tokenizer','template','spec','parsers')}
-    if not hasattr(m, 'text'):
+    if not hasattr(m, 'text') or not await _is_here(m):
         return {}
     m._read_text()
     try:
@@ -721,13 +727,17 @@ def may_fetch(request:Request):
     raise RightsError('Fetching a model is for admins, and for those on this machine', hint=hint)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #a097766e
-_pulls = ThreadPoolExecutor(2, 'atlas-pull')
+_pulls = threading.Semaphore(2) # At a time
+
+def _pull(name, bar):
+    with _pulls:
+        return pull(name, show=bar)
 
 async def progress(name:str, every:float=.25):
     "Fetch a model: states of it as they change, and 'success'; errors of `pull` as they come"
     bar,last = PullBar(),dict(status='pulling manifest')
     yield last
-    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, show=bar))
+    task = asyncio.wrap_future(in_thread(_pull, name, bar)) # goes on when whoever asked has left
     while not task.done():
         await asyncio.wait([task], timeout=every)
         if (now := bar.said(name))!=last:

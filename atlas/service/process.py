@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
 from fastcore.basics import patch
-from ..ground.core import AtlasError,RequestError,human
+from ..ground.core import AtlasError,RequestError,human,in_thread
 from ..ground.options import EngineConfig,differs
 from ..text.processor import read_text
 from .link import STAGES,pack_error,unpack_error
@@ -353,10 +353,10 @@ def _on_stage(self:Model, name, share, seconds):
 
 @patch
 def _read_text(self:Model):
-    "Begin to read the text side"
-    if self.side is None:
-        reading = asyncio.to_thread(self.text, self.config)
-        self.side = asyncio.ensure_future(reading)
+    "Begin to read the text side, if it was not read, or could not be"
+    s = self.side
+    if s is None or s.done() and (s.cancelled() or s.exception()):
+        self.side = asyncio.wrap_future(in_thread(self.text, self.config))
 
 # %% ../../nbs/7_service/23_process.ipynb #c406ba99
 @patch
@@ -576,7 +576,7 @@ async def _end(self:Model, drain):
         await self.runner.drain(drain)
     self.abort()
     if self.task:
-        await self.task
+        await asyncio.shield(self.task) # who no longer waits does not end it
 
 # %% ../../nbs/7_service/23_process.ipynb #cca48223
 @patch
@@ -680,9 +680,12 @@ async def _wake(self:Model):
 @patch
 async def _rise(self:Model)->dict:
     "Have its process wake, alone; nothing if it is awake"
+    awake = dict(bytes=0, seconds=0.)
+    if self.state=='loaded':
+        return awake # and not behind another that loads
     async with self.gate:
         if self.state=='loaded':
-            return dict(bytes=0, seconds=0.)
+            return awake
         if self.state!='sleeping':
             raise unavailable(f'{self.name} is {self.condition}, and does not sleep', after=5)
         self.began = time.monotonic()

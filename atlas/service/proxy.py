@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/proxy.html.md"""
 __all__ = ['Flights', 'Proxy', 'Tally', 'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed']
 
 # %% ../../nbs/7_service/25_proxy.ipynb #64e6e9a5
-import asyncio,json,re
+import asyncio,json,logging,re
 from contextlib import aclosing
 from fnmatch import fnmatchcase
 from functools import partial
@@ -169,10 +169,15 @@ def start(self:Upstream, models):
     if self.task is None and self.listing:
         self.task = asyncio.create_task(self._watch(models))
 
+_log = logging.getLogger('atlas')
+
 @patch
 async def _watch(self:Upstream, models):
     while True:
-        await self.renew(models)
+        try:
+            await self.renew(models)
+        except Exception:
+            _log.exception('The list of %s could not be read', self.name)
         await asyncio.sleep(max(self.refresh, _SOON))
 
 # %% ../../nbs/7_service/25_proxy.ipynb #ee972287

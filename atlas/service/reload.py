@@ -253,7 +253,7 @@ async def take(self:FleetFile, new:Fleet)->dict:
     said,ms = changes(self.fleet, new),self.models
     was = {m.name: m for m in ms.all}
     models = [was[n] if n in said['kept'] else model_of(new, n, **self.how) for n in new.models]
-    upstreams = self.upstreams(new)
+    upstreams = await asyncio.to_thread(self.upstreams, new) # which may look names up
     room = await self._settled(models, new, [was[n] for n in said['kept']])
     wanted = self._wanted(said, new, was)
     _take_over(ms, room, new)

@@ -287,6 +287,8 @@ async def call(self:RemoteRunner, op:str, **kw):
         return await f
     finally:
         self._calls.pop(n, None)
+        if f.cancelled() and self._wire:
+            self.send('abort', n)
         self._rest()
 
 @patch

@@ -365,7 +365,7 @@ def faults(self:Upstream):
     "What goes wrong with a connection becomes an `UpstreamError`"
     try:
         yield
-    except (TimeoutError,httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
+    except (OSError,httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
         raise self.fault(*_fault_of(e)) from e
 
 _FAULTS = ( # Of these types: the fault, what is said of the server, and a status

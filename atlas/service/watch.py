@@ -16,7 +16,7 @@ from time import time
 from fastcore.basics import patch
 import httpx
 from ..card.sensors import Machine,OneAtATime
-from ..ground.core import AtlasError,INSTALL_CUDA,home
+from ..ground.core import AtlasError,INSTALL_CUDA,home,in_thread
 
 # %% ../../nbs/7_service/32_watch.ipynb #94be6e83
 ILL = 'failed','stalled','restarting' # States of models that people should hear of
@@ -44,11 +44,23 @@ def models_seen(
 # %% ../../nbs/7_service/32_watch.ipynb #972b0fbb
 def _why(e):
     "What kept a request from being answered"
-    if isinstance(e, httpx.TimeoutException):
+    if isinstance(e, (TimeoutError,httpx.TimeoutException)):
         return 'does not answer in time'
     if isinstance(e, httpx.ConnectError):
         return 'cannot be reached'
     return f'cannot be asked ({type(e).__name__})'
+
+_LONGEST,_LARGEST = 20.,1<<20 # Seconds of an answer, and bytes of it that are read
+
+async def _short_answer(client, url, headers)->httpx.Response:
+    "What a server answers; of a body that does not end, as a stream of events, the beginning"
+    async with client.stream('GET', url, headers=headers) as r:
+        body = b''
+        async for some in r.aiter_bytes():
+            body += some
+            if len(body)>_LARGEST or 'event-stream' in r.headers.get('content-type', ''):
+                break
+        return httpx.Response(r.status_code, content=body)
 
 async def ask(
     client:httpx.AsyncClient,
@@ -59,8 +71,9 @@ async def ask(
     "Look at what answers at an address"
     headers = dict(authorization=f'Bearer {key}') if key else {}
     try:
-        r = await client.get(url, headers=headers)
-    except (httpx.HTTPError,httpx.InvalidURL,UnicodeEncodeError) as e: # a header is ASCII
+        async with asyncio.timeout(_LONGEST):
+            r = await _short_answer(client, url, headers)
+    except (httpx.HTTPError,httpx.InvalidURL,UnicodeEncodeError,OSError) as e: # a header is ASCII
         return [Seen(name, False, _why(e))]
     try:
         said = r.json()
@@ -190,6 +203,7 @@ class Watcher:
         self.damper = damper or Damper()
         self.client = client or httpx.AsyncClient(timeout=10., follow_redirects=True)
         self.unsent = [] # What nobody could be told yet; the last 50
+        self.telling = None # The last message, which may be on its way
     async def look(self)->list[Seen]:
         "How all of it is now"
         def of(name, url):
@@ -214,6 +228,17 @@ class Watcher:
 
 # %% ../../nbs/7_service/32_watch.ipynb #59592cf6
 @patch
+async def _told(self:Watcher, title, body, patience=60.)->bool:
+    "Could people be told? Not while an earlier message is still on its way"
+    if self.telling and not self.telling.done():
+        return False
+    self.telling = in_thread(self.tell, title, body)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(self.telling), patience)
+    except TimeoutError:
+        return False
+
+@patch
 async def round(self:Watcher)->tuple[list[Seen],list[str]]:
     "Look once, and tell what is news: what was seen, and what was said"
     seen,now = await self.look(),self.clock()
@@ -224,7 +249,7 @@ async def round(self:Watcher)->tuple[list[Seen],list[str]]:
     self.unsent = [*self.unsent, *news][-50:]
     if self.unsent and self.tell:
         title = f'Atlas on {socket.gethostname()}'
-        if await asyncio.to_thread(self.tell, title, '\n'.join(self.unsent)):
+        if await self._told(title, '\n'.join(self.unsent)):
             self.unsent = []
         else:
             _log.error('Nobody could be told; it is tried again with the next look')

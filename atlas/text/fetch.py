@@ -8,14 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/6_text/fetch.html.md"""
 __all__ = ['FetchRules', 'FetchError', 'Address', 'split_url', 'public', 'look_up', 'fetch', 'remote_images', 'inline_images']
 
 # %% ../../nbs/6_text/17_fetch.ipynb #e365bf7f
-import base64,ipaddress,queue,re,socket,ssl,threading
+import base64,ipaddress,re,socket,ssl,threading
 from contextlib import suppress
 from dataclasses import dataclass,replace
 from http.client import HTTPConnection,HTTPException
 from time import monotonic
 from typing import NamedTuple
 from urllib.parse import urljoin
-from ..ground.core import RequestError
+from ..ground.core import RequestError,in_thread
 from .images import KINDS,LIMITS
 
 # %% ../../nbs/6_text/17_fetch.ipynb #20187695
@@ -150,20 +150,10 @@ def _end(s):
 
 def _within(seconds, f, *args):
     "What `f` gives or raises, if it does within so many seconds"
-    q = queue.SimpleQueue()
-    def go():
-        try:
-            q.put((f(*args), None))
-        except Exception as e:
-            q.put((None, e))
-    threading.Thread(target=go, name='atlas-lookup', daemon=True).start()
     try:
-        got,e = q.get(timeout=max(.01, seconds))
-    except queue.Empty:
+        return in_thread(f, *args).result(max(.01, seconds))
+    except TimeoutError:
         raise FetchError('An image could not be fetched in time') from None
-    if e:
-        raise e
-    return got
 
 # %% ../../nbs/6_text/17_fetch.ipynb #392ae1f5
 def _answer(s, a:Address, url, rules):

@@ -3,6 +3,7 @@
 
 Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
 import itertools,os,signal,sys,time
+from functools import partial
 from pathlib import Path
 from atlas.ground.core import CudaFault,NumericError,OutOfMemoryError
 from atlas.ground.requests import Event
@@ -113,7 +114,16 @@ def load(options, meter):
         eos_ids=[], max_queue=options.get('max_queue', 64))
     engine = ScriptedEngine(options.get('say', 'Hello there, reader.'))
     bed = Bed(engine, options.get('asleep', ''))
-    return Workload(engine, info, dict(double=double, nap=nap, sleep=bed.sleep, wake=bed.wake))
+    ops = dict(double=double, nap=nap, naps=NAPS.copy, sleep=bed.sleep, wake=bed.wake)
+    w = Workload(engine, info, ops)
+    if path := options.get('closes'):
+        w.close = partial(write_down, path)
+    return w
+
+def write_down(path):
+    "As a cache is, which takes a while"
+    time.sleep(.3)
+    Path(path).touch()
 
 class Bed:
     "What sleeping is for a scripted engine: it has nobody to answer then"
@@ -143,7 +153,10 @@ class Bed:
 
 def double(x): return 2*x
 
+NAPS = [] # Those that were taken
+
 def nap(seconds):
+    NAPS.append(seconds)
     time.sleep(seconds)
     return 'rested'
 
