@@ -121,7 +121,8 @@ class Model(Served):
     took = 0. # Seconds of its loading
     rests = steps = 0 # Bytes that it has when it sleeps; that its steps take
     began = 0. # When its process was started, or began to wake
-    turned,rising = 0,False # Times that there was no room for it; is it about to wake?
+    # Why there was no room for it, the last time that this was so; is it about to wake?
+    turned,rising = None,False
     admin,evicts = False,True # Does an admin want it? May others leave for it?
     def __init__(self,
         config:EngineConfig, # What its process is to load
@@ -513,7 +514,7 @@ async def _enter(self:Model)->bool:
         self.wanted = self.down = False
         self.ready_model = self.side = None
         self.error,self.reason = e,e.msg
-        self.turned += 1
+        self.turned = e
         self._set('unloaded')
         return False
     return True
@@ -736,8 +737,8 @@ async def up(self:Model,
                 f'{self.name} is being started again', hint='GET /health tells when it is back',
                 after=2)
         if self.state=='unloaded':
-            if self.turned!=turned:
-                raise _again(self.error)
+            if self.turned is not turned:
+                raise _again(self.turned) # `error` may be gone: somebody asked again
             self._load_for_one_who_asks(autoload, self.stops!=stops)
         await self.changed()
 
